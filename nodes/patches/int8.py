@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ...pascal_attn_core.int8.binding import Int8Binding, take_off
+from ...pascal_attn_core.int8.binding import Int8Binding
 from ...pascal_attn_core.int8.find import find_linear
 from ...pascal_attn_core.int8.report import Int8Report, together
 from ...pascal_attn_core.patching.patch import OFF as NOT_CHOSEN
@@ -116,9 +116,11 @@ class Int8Layers(Injection):
         super().__init__(binding_for(network, wanted.options), subject, text, unique_id)
 
     def attach(self, patcher: Any) -> None:
-        take_off(network_of(patcher))
+        network = network_of(patcher)
+        for binding in _bindings[network].values():  # of other options, which another clone of the model has
+            binding.detach(network)
         if self.wanted.linear:
-            self.binding.attach(network_of(patcher), lambda name, module: LoadedWeight(patcher, name, module))
+            self.binding.attach(network, lambda name, module: LoadedWeight(patcher, name, module))
 
     def begin(self, patcher: Any) -> None:
         self.binding.restart()

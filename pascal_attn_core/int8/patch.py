@@ -10,7 +10,7 @@ from torch import nn
 from ..patching.patch import Patch, require_sites
 from ..patching.run_start import at_run_start
 from ..patching.selectors import denoisers_of, require_matches
-from .judged import Layers
+from .binding import Binding
 from .report import Int8Report
 
 
@@ -18,7 +18,7 @@ class Int8Patch(Patch):
     """The change made by :func:`..patch_linear_int8`, :func:`..patch_attention_int8` or
     :func:`..float16.patch_linear_float16`."""
 
-    def __init__(self, kind: str, model: nn.Module, binding: Layers, sites: int, forget: Callable[[], None]):
+    def __init__(self, kind: str, model: nn.Module, binding: Binding, sites: int, forget: Callable[[], None]):
         self._model, self._binding = model, binding
 
         def undo() -> list[str]:
@@ -34,7 +34,7 @@ class Int8Patch(Patch):
         return self._binding.report(self._model)
 
 
-def patched(target: Any, binding: Layers, calibrate: Callable[[Any], Any] | None, **chosen: Any) -> Int8Patch:
+def patched(target: Any, binding: Binding, calibrate: Callable[[Any], Any] | None, **chosen: Any) -> Int8Patch:
     """Put the layers of a binding into a model or a pipeline.
 
     Args:

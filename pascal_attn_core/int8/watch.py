@@ -35,24 +35,26 @@ class ErrorWatch:
 
     Attributes:
         calls: number of calls in this run.
-        latest, largest: errors found in this run; None = nothing was measured.
+        latest: errors found last in this run; None = nothing was measured.
+        largest: of this run; before its first check, of the run before it.
     """
 
     def __init__(self) -> None:
         self._runs = -1
+        self.largest: Errors | None = None
         self.restart()
 
     def restart(self) -> None:
         """A new run begins: nothing is known of its inputs."""
         self.calls, self._next, self._checks = 0, 1, 0
+        self._kinds: set[Hashable] = set()
+        self.latest: Errors | None = None
         self._runs += 1
-        self.forget()
 
     def forget(self) -> None:
         """The operation is another one from now on: nothing is known of its errors."""
-        self._kinds: set[Hashable] = set()
-        self.latest: Errors | None = None
-        self.largest: Errors | None = None
+        self._kinds = set()
+        self.latest = self.largest = None
 
     def check_now(self, x: Tensor, keys: int = 0) -> bool:
         """Count a call with input ``x`` ``[..., K]``, of attention with this number of keys. True = its error is to be
@@ -71,4 +73,5 @@ class ErrorWatch:
 
     def saw(self, found: Errors) -> None:
         """Errors were measured."""
-        self.latest, self.largest = found, found.or_larger(self.largest)
+        self.largest = found if self.latest is None else found.or_larger(self.largest)
+        self.latest = found

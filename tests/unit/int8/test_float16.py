@@ -17,7 +17,7 @@ def model() -> nn.Sequential:
 
 @pytest.fixture
 def float16_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pascal_attn_core.int8.float16.median_times", lambda attempts, device: [2.0, 1.0])
+    monkeypatch.setattr("pascal_attn_core.int8.binding.median_times", lambda attempts, device: [2.0, 1.0])
 
 
 def relative(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

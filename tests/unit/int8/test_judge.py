@@ -48,8 +48,7 @@ def model_of(kind: str, width: int = WIDTH) -> nn.Sequential:
 
 @pytest.fixture(autouse=True)
 def everything_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("binding", "float16", "attention"):
-        monkeypatch.setattr(f"pascal_attn_core.int8.{module}.median_times", lambda attempts, device: [2.0, 1.0])
+    monkeypatch.setattr("pascal_attn_core.int8.binding.median_times", lambda attempts, device: [2.0, 1.0])
     monkeypatch.setattr("pascal_attn_core.int8.gguf_layer.way_for", lambda x, weight: layer.Way("int_mm", ""))
     monkeypatch.setattr("pascal_attn_core.int8.gguf_layer.product.__defaults__", ("int_mm",))
 
