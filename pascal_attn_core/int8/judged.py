@@ -147,9 +147,7 @@ class Judged:
     def _excess(self, found: Errors, call: int = 0) -> str:
         limit, is_whole = self.options.max_error, not found.error <= self.options.max_error
         what, error = ("its error", found.error) if is_whole else (f"its error in one row of {RARE}", found.rows)
-        if call:
-            return f"{what} was {error:.2%} in call {call}, above {limit:.2%}"
-        return f"{what} {error:.2%} is above {limit:.2%}"
+        return f"{what} {error:.2%}{f' in call {call}' if call else ''} is above {limit:.2%}"
 
     def decide(self) -> None:
         """Decide by the largest error that was measured, and by the times; without an error, the layer waits on."""

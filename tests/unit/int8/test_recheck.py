@@ -108,7 +108,7 @@ def test_otherwise_it_goes_back_to_float_at_once_with_one_warning(weights: str, 
             out = model(x)
     (line,) = patch.report().lines
     assert line.error > 0.02
-    assert line.why.endswith("in call 2, above 2.00%")
+    assert line.why.endswith("in call 2 is above 2.00%")
     assert len(caplog.records) == 1
     if weights == "free":
         assert line.state == "on", "there is nothing to go back to"

@@ -82,9 +82,9 @@ def test_what_a_user_must_not_miss() -> None:
     fast = {"float_ms": 2.0, "int8_ms": 1.0}
     assert int8.warnings_of(report(fast)) == []
     back = {"name": "blocks.1.ff", "state": "refused", "went_back": True}
-    back["why"] = "its error was 9.00% in call 4, above 5.00%"
+    back["why"] = "its error 9.00% in call 4 is above 5.00%"
     measured = {"state": "refused", "why": "its error 7.00% is above 5.00%"}
-    sentence = "blocks.1.ff went back to float: its error was 9.00% in call 4, above 5.00%"
+    sentence = "blocks.1.ff went back to float: its error 9.00% in call 4 is above 5.00%"
     assert int8.warnings_of(report(fast, back, measured)) == [sentence]
     nothing, left = "no linear layer runs in int8: ", {"state": "off", "why": "outside the repeated blocks"}
     assert int8.warnings_of(report(measured, left)) == [f"{nothing}its error 7.00% is above 5.00%"]
