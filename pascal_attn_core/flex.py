@@ -257,7 +257,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return number, torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
 
 
-# ---- in the place of torch's functions -------------------------------------------------------------------------------
+# ---- in place of torch's functions -----------------------------------------------------------------------------------
 
 _Site = tuple[dict[str, Any], str, Any, Any]  # names of a module, name, what was there, what is there now
 _lock = threading.Lock()
@@ -266,7 +266,7 @@ _sites: list[_Site] = []
 
 
 def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
-    """Put :func:`flex_attention` and :func:`create_block_mask` in the place of torch's in this process, also in modules
+    """Put :func:`flex_attention` and :func:`create_block_mask` in place of torch's in this process, also in modules
     that have imported these by name, as they are or in ``torch.compile``, until ``remove()`` of the Patch. Of several
     patches the last one's ``config`` counts.
 
@@ -298,7 +298,7 @@ def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
 
 
 def _put_in_place(attend: Callable[..., Any], make: Callable[..., Any]) -> list[_Site]:
-    """Ours in the place of torch's functions. Who keeps them longer than the last patch is in force gets torch's."""
+    """Ours in place of torch's functions. Who keeps them longer than the last patch is in force gets torch's."""
     compiles_well = _has_compiled_kernels()
 
     @functools.wraps(attend)
@@ -335,7 +335,7 @@ def _has_compiled_kernels() -> bool:
 
 
 def _exchange(old: Any, new: Any, *, compiled: bool = False) -> list[_Site]:
-    """Put one function in the place of another in every module that holds it. ``compiled``: also where it is wrapped by
+    """Put one function in place of another in every module that holds it. ``compiled``: also where it is wrapped by
     ``torch.compile``."""
     sites = []
     for module in list(sys.modules.values()):

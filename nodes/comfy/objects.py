@@ -22,7 +22,7 @@ _MARK = "pascal_attn_replacement"
 def replace_functions(patcher: Any, find: Callable[[nn.Module], Replacements]) -> None:
     """Replace what ``find`` names in the patcher's model, for this clone and those made from it.
 
-    A replacement of ours that the clone already has is taken off. A clone that gets a model of its own (another device,
+    Our replacement that the clone already has is taken off. A clone that gets a model of its own (another device,
     or no dynamic loading) has the functions of that model replaced, not those of this one.
     """
     from comfy.patcher_extension import CallbacksMP

@@ -33,7 +33,7 @@ class Difference:
 
     Attributes:
         function: the host's function, ``"attention_pytorch"``.
-        gap: the distance of ours from the host's; rows in which the host's own is not finite do not count.
+        gap: the distance of our rows from the host's; rows in which the host's own is not finite do not count.
         dtype: number format of the call; the host's function was given the same numbers in float32.
     """
 

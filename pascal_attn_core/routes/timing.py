@@ -76,7 +76,7 @@ class Times(NamedTuple):
         return 1 / self.torch if self.torch else None
 
     def words(self, kernel: str = TORCHS) -> str:
-        """``kernel``: the one that takes such calls in the place of torch's."""
+        """``kernel``: the one that takes such calls in place of torch's."""
         known = {kernel: self.torch, "ours on plain cores": self.plain}
         return " and ".join(f"{1 / time:.2f} of the time of {name}" for name, time in known.items() if time)
 

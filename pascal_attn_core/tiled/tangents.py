@@ -40,7 +40,7 @@ def tiled_along(
     Args:
         walk: planned with ``backward=True``, with ``wanted`` for half of the budget: there are two buffers for each.
         saved: from any forward pass.
-        along: the call with a direction in the place of its tensors, each None where it is zero.
+        along: the call with a direction in place of its tensors, each None where it is zero.
     """
     assert saved.lse is not None
     rates = out_dot, lse_dot = empty_output(call).zero_(), torch.zeros_like(saved.lse)

@@ -362,8 +362,10 @@ def main() -> None:
         own = time_of(arguments.heads, tokens, variant, arguments.card, banks=arguments.banks)
         beside = f"; noflash-attention publishes {published} ms, {published / own.seconds / 1e3:.1f} times as much"
         how = f", the last {own.rows} rows of a head with their keys in {own.ranges} ranges" if own.ranges else ""
-        math_ms = 1e3 * _torchs_math(card, arguments.heads, tokens, arguments.head_dim, arguments.dtype)
-        least = f"; torch's math attention, at least {math_ms:.2f} ms" if card.timing.matrix else ""
+        least = ""
+        if card.timing.matrix:
+            math_ms = 1e3 * _torchs_math(card, arguments.heads, tokens, arguments.head_dim, arguments.dtype)
+            least = f"; torch's math attention, at least {math_ms:.2f} ms"
         print(f"{tokens:6d} tokens: {1e3 * own.seconds:.2f} ms{how}{beside if is_published else ''}{least}")
 
 

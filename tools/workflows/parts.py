@@ -95,9 +95,9 @@ def negative_prompt(sheet: Sheet, clip: Out, text: str) -> Out:
     return sheet.add("negative", "CLIPTextEncode", title="Negative prompt", size=(NARROW, 50), clip=clip, text=text)
 
 
-def memory_estimate(sheet: Sheet, model: Out, latent: Out, prompt: Out, vae: Out, clip: Out) -> None:
+def memory_estimate(sheet: Sheet, model: Out, latent: Out, prompt: Out, vae: Out) -> None:
     """The estimate and a node that shows its text."""
-    links = {"model": model, "latent": latent, "conditioning": prompt, "vae": vae, "clip": clip}
+    links = {"model": model, "latent": latent, "conditioning": prompt, "vae": vae}
     text = sheet.add("estimate", "PascalMemoryEstimate", **links)
     sheet.add("estimate_text", "PreviewAny", title="Estimate as text", size=(NARROW, 200), source=text)
 
