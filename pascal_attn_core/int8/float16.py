@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ..patching.patch import ON, REFUSED
-from .binding import Binding
+from .binding import Binding, Int8Patch, patched
 from .find import find_linear, shape_of
 from .judged import ForwardLayer, Int8Options, LayerForward, has_numbers
 from .measure import Errors, errors_of, row_squares, sample_of
-from .patch import Int8Patch, patched
 from .stored import Seen
 
 _NORM = 64.0
