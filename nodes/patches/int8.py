@@ -121,11 +121,8 @@ class Int8Layers(Injection):
             self.binding.attach(network, lambda name, module: LoadedWeight(patcher, name, module))
 
     def begin(self, patcher: Any) -> None:
-        self.binding.restart()
-        attention = _attention_of(patcher)
-        if attention is not None:
-            attention.restart()
-        self.files.restart()
+        for part in filter(None, (self.binding, _attention_of(patcher), self.files)):
+            part.restart()
 
     def reports(self, patcher: Any) -> list[Int8Report]:
         """On linear layers and on attention layers, as far as the clone has them in 8 bits."""

@@ -16,7 +16,7 @@ from ..patching.patch import OFF, Patch, require_sites
 from ..patching.run_start import at_run_start
 from ..patching.selectors import Found, denoisers_of, require_matches
 from .exchange import Source, ordinary_tensors
-from .find import find_linear, line_of
+from .find import find_linear
 from .gguf_layer import GgufLayer
 from .judged import Int8Options, Judged, limit_of
 from .layer import WEIGHTS, Int8Layer
@@ -115,7 +115,13 @@ class Binding(Generic[Layer]):
         else:  # by the modules: adapters that wrap one give it another name
             known = ((name, ref(), state, why) for name, ref, state, why in chosen)
             found = [Found(name, module, state, why) for name, module, state, why in known if module is not None]
-        return self.report_of([line_of(each) if each.state else self._known(each).line(each.name) for each in found])
+        return self.report_of([self._line(each) for each in found])
+
+    def _line(self, found: Found) -> Int8ReportLine:
+        if not found.state:
+            return self._known(found).line(found.name)
+        shape = tuple(getattr(found.module._parameters.get("weight"), "shape", ()))
+        return Int8ReportLine(found.name, type(found.module).__name__, shape, found.state, found.why)
 
     def report_of(self, lines: list[Int8ReportLine]) -> Int8Report:
         """The report with these lines."""
