@@ -44,14 +44,17 @@ class GgufLayer(Int8Layer):
         return self._is_attached and self._multiplier is None
 
     @property
-    def _multiplier(self) -> GgufMultiplier | None:
+    def _multiplier(self) -> Multiplier | None:
         """The multiplier of a module, if it is of this layer."""
         found = vars(self.module).get(self.host.method) if self.module is not None else None
-        return found if isinstance(found, GgufMultiplier) and found.layer is self else None
+        return found if isinstance(found, Multiplier) and found.multiply == self.multiply else None
+
+    def _takes(self, has_patches: bool) -> bool:
+        return self.options.enabled and self._is_attached and (self.source.lora is not None or not has_patches)
 
     def attach(self, module: nn.Module, source: Source) -> None:
         self.source, self._is_attached = source, True
-        GgufMultiplier(module, self).put_in()
+        Multiplier(module, self.host, self._takes, self.multiply).put_in()
 
     def detach(self) -> str:
         multiplier, was_replaced, self._is_attached = self._multiplier, self.was_replaced, False
@@ -107,19 +110,6 @@ class GgufLayer(Int8Layer):
 
     def go_back(self) -> None:
         Judged.go_back(self)
-
-
-class GgufMultiplier(Multiplier):
-    """The multiplier of a layer."""
-
-    __slots__ = ("layer",)
-
-    def __init__(self, module: nn.Module, layer: GgufLayer):
-        super().__init__(module, layer.host, lambda: layer.options.enabled and layer._is_attached, layer.multiply)
-        self.layer = layer
-
-    def takes(self) -> bool:
-        return self.layer.source.lora is not None or super().takes()
 
 
 def gguf_error(sample: Sample, weight: GgufMatrix, way: str) -> Errors:
