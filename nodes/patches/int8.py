@@ -121,8 +121,10 @@ class Int8Layers(Injection):
             self.binding.attach(network, lambda name, module: LoadedWeight(patcher, name, module))
 
     def begin(self, patcher: Any) -> None:
-        for part in filter(None, (self.binding, _attention_of(patcher), self.files)):
-            part.restart()
+        self.binding.restart()
+        self.files.restart()
+        if attention := _attention_of(patcher):
+            attention.restart()
 
     def reports(self, patcher: Any) -> list[Int8Report]:
         """On linear layers and on attention layers, as far as the clone has them in 8 bits."""
