@@ -43,7 +43,7 @@ from pathlib import Path
 import torch
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.geometry.tensor import TensorGeometry
+from pascal_attn_core.fused.code.source import Geometry, Variant
 from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
 from pascal_attn_core.fused.launch.stream_k import Pieces, busiest
 from tools.fused import compiled
@@ -315,6 +315,7 @@ def waste(
     places: int,
     allowed: Callable[[int], tuple[int, int]] | None = None,
     cut: int | Pieces = 1,
+    by_size: bool = False,
 ) -> Waste:
     """For one launch with a block for each tile of ``rows`` rows, over tiles of ``cols`` columns.
 
@@ -325,6 +326,7 @@ def waste(
         cut: ranges that the columns of a tile of rows are cut into, one block each (:func:`.plan.tensor_splits`), or
             the blocks where they are listed (:mod:`pascal_attn_core.fused.launch.stream_k`). What joining ranges takes
             is not counted; time in which listed blocks write and read parts counts as idle.
+        by_size: the longest tiles of all heads come first, else those of each head.
     """
     tiles, wanted = [], 0
     allowed = allowed or (lambda _: (0, keys))
@@ -341,7 +343,8 @@ def waste(
     else:
         each = [(of, -(-of // cut)) for of in tiles]
         parts = [max(0, min(most, of - i * most)) for of, most in each for i in range(cut)]
-        jobs = [part * cols for part in sorted(parts, reverse=True)] * heads  # of each head the longest first
+        jobs = [part * cols for part in sorted(parts, reverse=True)] * heads
+        jobs = sorted(jobs, reverse=True) if by_size else jobs
     return Waste(1 - wanted / made, 1 - made * heads / places / (rows * busiest(jobs, places)))
 
 
@@ -391,29 +394,35 @@ def planned(call: _Call, head_dim: int, machine: Machine) -> Plan:
     """How the package takes a call."""
     query = torch.empty(call.batch, call.heads, call.tokens, head_dim, dtype=torch.float16, device="meta")
     whole = check_call(query, query, query, is_causal=call.causal)
-    return tensor_plan(whole, machine.num_sms, divmod(machine.arch, 10))
+    return tensor_plan(whole, machine.num_sms, divmod(machine.arch, 10), for_grad=True)
 
 
 def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None:
-    """Waste of self-attention calls of some sizes, in the kernels that the package chooses for them; listed: with even
-    distribution where the plan uses it."""
+    """Waste of self-attention calls of some sizes, in the kernels that the package chooses for them, gradients too;
+    listed: with even distribution where the plan uses it, and the longest tiles of gradients first."""
     print(f"head_dim {head_dim}, {machine.name}: blocks on {machine.num_sms} multiprocessors\n")
-    head = (
-        "batch, heads, tokens, causal, rows per block, ranges of keys, listed blocks, of which parts of a tile, "
-        "wasted products, idle SM time"
-    )
-    print("| " + " | ".join(head.split(", ")) + " |\n" + "| --- " * 10 + "|")
+    head = "batch, heads, tokens, causal, kernel, rows of a block, ranges of keys, listed blocks, parts, wasted, idle"
+    print("| " + " | ".join(head.split(", ")) + " |\n" + "| --- " * 11 + "|")
     for call in _CALLS:
         plan = planned(call, head_dim, machine)
         plan = plan if listed else plan.unlisted
-        own, splits, pieces = plan.forward.geometry, max(1, plan.splits), plan.pieces
-        assert isinstance(own, TensorGeometry)
-        allowed = (lambda i: (0, i + 1)) if call.causal else None
-        heads, places = call.batch * call.heads, own.blocks * machine.num_sms
-        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, pieces or splits)
-        blocks = (len(pieces.listed), pieces.slots) if pieces else (0, 0)
-        words = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no", own.rows, splits, *blocks]
-        print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
+        sizes = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no"]
+        for variant in plan.variants:
+            words = [*sizes, *_words(call, plan, variant, machine, listed=listed)]
+            print("| " + " | ".join(map(str, words)) + " |")
+
+
+def _words(call: _Call, plan: Plan, variant: Variant, machine: Machine, *, listed: bool) -> list[object]:
+    """The cells of one kernel of a call, from its name on."""
+    own, traits = variant.geometry, variant.traits
+    assert not isinstance(own, Geometry)
+    splits, pieces = (1, None) if traits.is_gradient else (max(1, plan.splits), plan.pieces)
+    allowed = (lambda i: (i, call.tokens) if traits.of_keys else (0, i + 1)) if call.causal else None
+    heads, places = call.batch * call.heads, own.blocks * machine.num_sms
+    sizes = own.rows, own.cols, call.tokens, call.tokens, heads, places
+    found = waste(*sizes, allowed, pieces or splits, by_size=traits.is_gradient and listed)
+    blocks = (len(pieces.listed), pieces.slots) if pieces else (0, 0)
+    return [variant.kind, own.rows, splits, *blocks, f"{found.unwanted:.1%}", f"{found.idle:.1%}"]
 
 
 def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterator[tuple[str, bytes, int, int]]:
@@ -437,7 +446,7 @@ def main() -> None:
     parser.add_argument("--machine", choices=MACHINES, nargs="+", default=["T4"])
     parser.add_argument("--queue", type=int, default=192, help="cycles of work that wait before shared memory")
     parser.add_argument("--calls", action="store_true", help="no cubin: what the shape of calls wastes")
-    parser.add_argument("--unlisted", action="store_true", help="for --calls: without even distribution")
+    parser.add_argument("--unlisted", action="store_true", help="for --calls: in the order of the heads")
     parser.add_argument("--head-dim", type=int, default=64, help="for --calls")
     arguments = parser.parse_args()
     machines = [replace(MACHINES[name], queue=arguments.queue) for name in arguments.machine]
