@@ -36,7 +36,7 @@ bench: $(VENV)/.test
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
-# All that is worth running on a card, in nine minutes at most; GPU="--parts sweep --seconds 3000" for other things. The
+# All that is worth running on a card, in nine minutes at most; GPU="--parts tests --seconds 3000" for other things. The
 # test extra has the peers, so nothing is installed beside it.
 gpu: $(VENV)/.test
 	$(BIN)/python -m tools.gpu $(GPU)

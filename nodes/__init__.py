@@ -10,14 +10,12 @@ from .memory_estimate import PascalMemoryEstimate
 from .report import PascalAttentionReport
 from .second_card import PascalSecondCard
 from .text_encoder_attention import PascalTextEncoderAttention
-from .tile_size import PascalTileSize
 from .vae_attention import PascalVAEAttention
 
 NODE_CLASS_MAPPINGS = {
     "PascalAttentionPatch": PascalAttentionPatch,
     "PascalAttentionReport": PascalAttentionReport,
     "PascalMemoryEstimate": PascalMemoryEstimate,
-    "PascalTileSize": PascalTileSize,
     "PascalFFNChunking": PascalFFNChunking,
     "Pascal8Bit": Pascal8Bit,
     "PascalVAEAttention": PascalVAEAttention,
@@ -29,7 +27,6 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalAttentionPatch": "Pascal Attention Patch",
     "PascalAttentionReport": "Pascal Attention Report",
     "PascalMemoryEstimate": "Pascal Memory Estimate",
-    "PascalTileSize": "Pascal Tile Size",
     "PascalFFNChunking": "Pascal FFN Chunking",
     "Pascal8Bit": "Pascal 8-Bit",
     "PascalVAEAttention": "Pascal VAE Attention",

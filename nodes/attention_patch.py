@@ -28,9 +28,7 @@ EXACT, FLOAT16, EIGHT_BIT = PRECISIONS = "exact", "float16 where it saves time",
 
 
 # What the inputs do, as their tooltips say it.
-_TILE = (
-    "Keys per tile of the tiled route. 0 = derived from the card's L2 cache. Accepts the output of Pascal Tile Size."
-)
+_TILE = "Keys per tile of the tiled route. 0 = derived from the card's L2 cache."
 _KEYS = (
     "Calls with fewer keys are passed to ComfyUI, which is fast at them, unless their score matrix would "
     "exceed the memory budget. 0 = take every call."

@@ -15,17 +15,16 @@ from .comfy import inputs
 from .estimate.figures import Figures, Host
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
 from .estimate.largest import Axis, Size, axes_of, bisected, find_largest
-from .estimate.text import Subject, draw_largest, largest_text, need_text, text_of
+from .estimate.text import Subject, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
 from .ffn_chunking import budget_from
 from .reporting.gain import SDPA
-from .reporting.picture import as_image
 
 log = logging.getLogger("pascal_attn")
 
 
 class PascalMemoryEstimate(inputs.PascalNode):
-    """MODEL, LATENT -> STRING, FLOAT, IMAGE: what sampling this latent will need before it is sampled, and the largest
+    """MODEL, LATENT -> STRING, FLOAT: what sampling this latent will need before it is sampled, and the largest
     that would fit."""
 
     DESCRIPTION = (
@@ -35,12 +34,11 @@ class PascalMemoryEstimate(inputs.PascalNode):
         "nothing is loaded, moved or changed, and it takes a few seconds."
     )
     SEARCH_ALIASES = ("vram", "will it fit", "out of memory", "predict memory", "resolution", "pascal", "gtx 1080")
-    RETURN_TYPES = ("STRING", "FLOAT", "IMAGE")
-    RETURN_NAMES = ("estimate", "saved_mib", "largest")
+    RETURN_TYPES = ("STRING", "FLOAT")
+    RETURN_NAMES = ("estimate", "saved_mib")
     OUTPUT_TOOLTIPS = (
-        "The estimate as text: what is needed, what is counted and what is not.",
+        "The estimate as text: what is needed, what is counted and what is not, and the largest that fits.",
         "How many MiB less the run needs at its peak with Pascal Attention Patch; 0 = it saves nothing here.",
-        "The largest resolution, frame count and batch that fit, with and without the patch, as an image.",
     )
     FUNCTION = "estimate"
 
@@ -80,8 +78,8 @@ class PascalMemoryEstimate(inputs.PascalNode):
         vae: Any = None,
         clip: Any = None,
         unique_id: str | None = None,
-    ) -> tuple[str, float, torch.Tensor]:
-        """The estimate, the MiB that the patch saves, and the picture ``[1, height, width, 3]`` of what fits."""
+    ) -> tuple[str, float]:
+        """The estimate, and the MiB that the patch saves."""
         wanted, device = Latent.of(model, latent), model.load_device
         free, total = _host.free_and_total_bytes(device)
         copies = batch_copies(model, wanted, free) if guidance else 1
@@ -91,7 +89,7 @@ class PascalMemoryEstimate(inputs.PascalNode):
             followed = follow(model, wanted, conditioning, tokens, copies)
             if isinstance(followed, str):
                 _host.say(f"memory estimate: {name}: {followed}", unique_id, f"{name}: no estimate")
-                return f"{name}: {followed}", 0.0, as_image(draw_largest((), f"{name}: no estimate"))
+                return f"{name}: {followed}", 0.0
             attention, others = _host.attention_name(), _weights_of({"text encoder": clip, "VAE": vae})
             host = Host(device, device_info(device), "" if attention == SDPA else attention, budget_from(total))
             available = min(total, free + model.loaded_size())
@@ -105,8 +103,7 @@ class PascalMemoryEstimate(inputs.PascalNode):
             decode = vae and bisected(axes[0].sizes, functools.partial(_bytes_of_decoding, vae), available)
             text += "\n" + largest_text(fits, subject, decode)
         _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
-        picture = draw_largest(fits, f"{name}: the largest that fits")
-        return text, max(0.0, found.saved_bytes / MIB), as_image(picture)
+        return text, max(0.0, found.saved_bytes / MIB)
 
 
 def _bytes_of_decoding(vae: Any, size: Size) -> int:

@@ -19,7 +19,6 @@ from .attention import explain, sdpa, sdpa_backward, sdpa_with_lse
 from .attention_map import attention_map, saved_by_band
 from .call import AttentionOutput
 from .call.lazy_mask import LazyMask, mask_rule
-from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
 from .observe.memory import measure_memory
@@ -50,7 +49,6 @@ __all__ = [
     "UnsupportedAttention",
     "__version__",
     "attention_map",
-    "capture",
     "create_block_mask",
     "explain",
     "flex_attention",

@@ -101,6 +101,19 @@ def long_sink(dim: int) -> Inputs:
     return sink(dim, Inputs(query, key, value + 0.5 * torch.randn(1, 1, dim)), 2.2, 4.0)
 
 
+def weighed_sink(dim: int, weight: float, keys: int = 2048, common: bool = True) -> Inputs:
+    """One key has ``weight`` of the mean row, and a small value; the other values have a ``common`` part or none."""
+    query, key, value, _ = normal(dim, keys, 1, 64)
+    direction = F.normalize(torch.randn(dim), dim=0)
+    query += (4 - query @ direction)[..., None] * direction
+    key -= (key @ direction)[..., None] * direction
+    others = (query @ key[:, 1:].mT * dim**-0.5).logsumexp(-1).mean()
+    key[:, 0] = direction * (others + math.log(weight / (1 - weight))) * dim**0.5 / 4
+    value = value * 0.3 + common * torch.randn(1, 1, dim)
+    value[:, 0] = torch.randn(dim) * 0.02
+    return Inputs(query, key, value)
+
+
 def uneven(dim: int) -> Inputs:
     query, key, value, _ = normal(dim)
     return Inputs(query, key, value * torch.randn(HEADS, KEYS, 1).exp())
@@ -118,6 +131,11 @@ INPUTS: dict[str, Callable[[int], Inputs]] = {
     "causal": lambda dim: normal(dim, 700, rows=700)._replace(is_causal=True),
     "flat, 70,000 keys": lambda dim: normal(dim, 70_000, 1, 64, 0.1),
     "sink, 70,000 keys": long_sink,
+    "sink of 50 %": lambda dim: weighed_sink(dim, 0.5),
+    "sink of 90 %": lambda dim: weighed_sink(dim, 0.9),
+    "sink of 99 %": lambda dim: weighed_sink(dim, 0.99),
+    "sink of 90 %, 70,000 keys": lambda dim: weighed_sink(dim, 0.9, 70_000),
+    "sink of 99 %, 70,000 keys": lambda dim: weighed_sink(dim, 0.99, 70_000),
 }
 
 # ---- methods ---------------------------------------------------------------------------------------------------------

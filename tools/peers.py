@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pascal_attn_core.capture import CapturedCall
+from pascal_attn_core.call import Arguments
 from pascal_attn_core.cli import main as pascal_attn
 from pascal_attn_core.cli.bench import candidates
 from pascal_attn_core.cli.bench.candidates import Attend, Candidate
@@ -24,7 +24,7 @@ from pascal_attn_core.cli.bench.candidates import Attend, Candidate
 
 def _pascal_attn() -> list[Candidate]:
     def candidate(tile: int) -> Candidate:
-        def prepare(call: CapturedCall) -> Attend:
+        def prepare(call: Arguments) -> Attend:
             from pascal_attn import tiled_attention
 
             mask = _additive_mask(call)
@@ -35,7 +35,7 @@ def _pascal_attn() -> list[Candidate]:
     return [candidate(tile) for tile in (64, 128, 256)]
 
 
-def _additive_mask(call: CapturedCall) -> Tensor | None:
+def _additive_mask(call: Arguments) -> Tensor | None:
     """pascal-attn documents one kind of mask: float, added, of full size. Made before the clock starts."""
     rows, keys = call.query.shape[-2], call.key.shape[-2]
     allowed = call.attn_mask
@@ -50,7 +50,7 @@ def _additive_mask(call: CapturedCall) -> Tensor | None:
 
 def _noflash() -> list[Candidate]:
     def candidate(tier: int) -> Candidate:
-        def prepare(call: CapturedCall) -> Attend:
+        def prepare(call: Arguments) -> Attend:
             patch = _import_noflash()
             # The block sizes are those that its own dispatch picks for this shape.
             batch, heads, keys = call.query.shape[0], call.query.shape[1], call.key.shape[2]

@@ -50,13 +50,6 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     return int(_management().get_free_memory(device)), int(_management().get_total_memory(device))
 
 
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """The number format in which ComfyUI computes a float16 model on this device."""
-    if _management().should_use_fp16(device):
-        return torch.float16
-    return torch.bfloat16 if _management().should_use_bf16(device) else torch.float32
-
-
 _DEVICES, _LEAST_TOKENS = f"{KEY}_devices", 1024
 
 

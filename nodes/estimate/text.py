@@ -1,13 +1,10 @@
-"""The memory estimate as text, and the largest sizes as a picture."""
+"""The memory estimate as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from PIL import Image
-
-from ..reporting.picture import Row, Section, draw
 from ..reporting.words import dtype_text, size_text
 from .figures import Figures
 from .largest import WAYS, Axis, Fit
@@ -145,14 +142,3 @@ def largest_text(found: Largest, subject: Subject, decode: Fit | None) -> str:
     if decode is not None:
         lines.append(f"  decoding in one piece, by ComfyUI's own estimate of its VAE: {decode.words}")
     return "\n".join(lines)
-
-
-def draw_largest(found: Largest, title: str) -> Image.Image:
-    """A section for each axis, in it a row for each way, the bar of which is its largest size."""
-    sections = []
-    for axis, fits in found:
-        sizes = [("now", axis.now.words, axis.now.amount, "caution")]
-        sizes += [(way, fit.words, fit.size.amount if fit.size else 0, "") for way, fit in zip(WAYS, fits)]
-        most = max(amount for _, _, amount, _ in sizes)
-        sections.append(Section(axis.name, [Row(way, words, n / most, tone) for way, words, n, tone in sizes]))
-    return draw(title, "" if found else "No estimate for other sizes: see the text.", sections)

@@ -1,4 +1,4 @@
-"""The command line: ``pascal-attn info | selftest | bench | run | replay | demo``."""
+"""The command line: ``pascal-attn info | selftest | bench | run | demo``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ COMMANDS = {
     "selftest": "check and time every route and kernel on this machine; prints one block to paste",
     "bench": "time every route and torch's own kernels on typical shapes",
     "run": "run a program with its attention computed by this package, and report when it ends",
-    "replay": "run captured attention calls through every route",
     "demo": "a small pipeline before and after, with the memory it took",
 }
 

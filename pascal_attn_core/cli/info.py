@@ -16,7 +16,7 @@ from ..config import default_config
 from ..int8.backends import backend_on
 from ..int8.report import COMPUTED_BY
 from ..machine.device import MIB, DeviceInfo
-from ..machine.facts import Machine, device_lines, device_names, head_lines, line, look_around, together_lines
+from ..machine.facts import Machine, device_lines, device_names, head_lines, line, look_around
 from ..machine.runtime import runtime_of
 from ..machine.wheels import judge
 from ..routes import route_names, why_not
@@ -89,8 +89,7 @@ def describe(info: Info) -> str:
     lines = head_lines(info.machine)
     for number, device in enumerate(info.machine.devices):
         lines += ["", *device_lines(info.machine, number), *_tile_lines(device, info.config)]
-    together = together_lines(info.machine)
-    lines += [*([""] if together else []), *together, *_route_lines(info)]
+    lines += _route_lines(info)
     if info.int8 is not None:
         way, why = info.int8
         lines.append(line("int8", f"linear layers, if asked for: by {COMPUTED_BY[way]}" + (f"; {why}" if why else "")))

@@ -8,8 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..call import check_call
-from ..capture import CapturedCall
+from ..call import Arguments, check_call
 from ..reference import reference_sdpa
 from ..reference.checks import WITHOUT_FLOAT64
 
@@ -22,15 +21,15 @@ def spread_rows(seq_len_q: int, count: int | None) -> Tensor:
     return torch.linspace(0, seq_len_q - 1, count, dtype=torch.float64).round().long()
 
 
-def reference(captured: CapturedCall, rows: Tensor, grad_rows: Tensor | None = None) -> tuple[Tensor, ...]:
+def reference(given: Arguments, rows: Tensor, grad_rows: Tensor | None = None) -> tuple[Tensor, ...]:
     """The output ``([*batch, Hq, R, Dv],)`` for ``[R]`` query rows, by ascending numbers, or the gradients of query,
     key and value where only these rows of the output have one, ``grad_rows``: in float64 on the device of the call (the
     CPU where a device may have no float64)."""
-    device = torch.device("cpu") if captured.query.device.type in WITHOUT_FLOAT64 else captured.query.device
-    query, key, value = (t.detach().to(device) for t in (captured.query, captured.key, captured.value))
-    options = {name: getattr(captured, name) for name in ("is_causal", "scale", "enable_gqa")}
+    device = torch.device("cpu") if given.query.device.type in WITHOUT_FLOAT64 else given.query.device
+    query, key, value = (t.detach().to(device) for t in (given.query, given.key, given.value))
+    options = {name: getattr(given, name) for name in ("is_causal", "scale", "enable_gqa")}
     call = check_call(query, key, value, **options)
-    mask = captured.attn_mask
+    mask = given.attn_mask
     if mask is not None:
         mask = mask.detach().to(device).expand(*mask.shape[:-2], call.seq_len_q, call.seq_len_kv)
     lead, rows = call.out_shape[:-2], rows.to(device)

@@ -41,11 +41,11 @@ def brought_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_ours(thing: Any) -> bool:
-    return _is_of_ours(type(thing))
+    return _is_of_ours(type(thing))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_of_ours(kind: type) -> bool:
+def _is_of_ours(kind: Any) -> bool:
     return f"{kind.__module__}.".startswith(_OURS)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,9 +48,8 @@ def packed_attend(
     if isinstance(plan, list) or (config.route == "auto" and fused.why_untried(call, plan)):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"
-    sequences = partial(_sequences, q, k, v, q_ends, k_ends, options)
     try:
-        out, lse = run_packed(call, config, plan, with_lse=with_lse, route=route, why=why, sequences=sequences)
+        out, lse = run_packed(call, config, plan, with_lse=with_lse, route=route, why=why)
     except RouteUnavailable:
         return None
     # squeeze, not [0], whose gradient is a copy
@@ -71,15 +68,6 @@ def _on_tensor_cores(call: AttentionCall, config: AttentionConfig, packed: Packe
         return None
     times = route.times(Request(call, config))
     return plan if times is not None and times.are_longer() else None
-
-
-def _sequences(
-    q: Tensor, k: Tensor, v: Tensor, q_ends: list[int], k_ends: list[int], options: FlashOptions
-) -> Iterator[AttentionCall]:
-    """Every sequence with queries as a call of its own."""
-    for (q0, q1), (k0, k1) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends)):
-        if q1 > q0:
-            yield _checked(q[q0:q1], k[k0:k1], v[k0:k1], options, "lower_right")
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: str) -> AttentionCall:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import platform
 import re
 import subprocess
@@ -38,49 +37,6 @@ _SPARED = {
     "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
     "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be allocated",
 }
-# What several cards of one machine are to each other.
-_LINK = "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
-# Of one lane in each direction, after line coding, by generation: PCI Express base specifications.
-_LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
-_REACHED = 0.76  # of that by copies from and to pinned memory
-
-
-class Link(NamedTuple):
-    """A card's PCIe link: the highest generation that card and slot have in common (a card at rest uses a lower one),
-    the lanes that it uses, and the lanes that it could use."""
-
-    generation: int
-    width: int
-    widest: int
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The rate that copies from and to pinned memory may reach each way; 0 where the generation is not known."""
-        return _REACHED * self.width * _LANE_BYTES.get(self.generation, 0.0)
-
-    @property
-    def text(self) -> str:
-        """``"PCIe 3.0 x8 of x16, about 6.0 GB/s each way"``."""
-        of = f" of x{self.widest}" if self.widest != self.width else ""
-        rate = f", about {self.bytes_per_second / 1e9:.1f} GB/s each way" if self.bytes_per_second else ""
-        return f"PCIe {self.generation}.0 x{self.width}{of}{rate}"
-
-
-def parse_link(text: str) -> Link | None:
-    """The link in a line of nvidia-smi's CSV; None where it has another form, as on cards that do not say."""
-    parts = [part.strip() for part in text.partition("\n")[0].split(",")]
-    if len(parts) != 3 or not all(part.isdigit() for part in parts):
-        return None
-    return Link(*map(int, parts))
-
-
-def direct_pairs(count: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of CUDA devices of which the first can read the second's memory."""
-    pairs = []
-    for first, second in itertools.permutations(range(count), 2):
-        with contextlib.suppress(RuntimeError):  # a card that cannot be started
-            pairs += [(first, second)] if torch.cuda.can_device_access_peer(first, second) else []
-    return tuple(pairs)
 
 
 @dataclass(frozen=True)
@@ -102,8 +58,6 @@ class Machine:
         smi: cards that nvidia-smi lists; amd: architectures of AMD's cards that the kernel driver lists. Both are
             queried only if torch sees no GPU.
         driver: version of NVIDIA's driver, "" if unknown.
-        links: the PCIe link of each device, None where it is unknown; () where there is one device.
-        direct: pairs of devices of which the first can read the second's memory.
     """
 
     package: str
@@ -114,8 +68,6 @@ class Machine:
     free: tuple[int | None, ...]
     smi: tuple[SmiCard, ...] = ()
     driver: str = ""
-    links: tuple[Link | None, ...] = ()
-    direct: tuple[tuple[int, int], ...] = ()
     amd: tuple[str, ...] = ()
 
 
@@ -126,7 +78,6 @@ def look_around(*, asks_devices: bool = True) -> Machine:
     """Gather the facts of this machine; ``asks_devices``: how much memory is free, too, which initialises CUDA on every
     card."""
     build, names = torch_build(), device_names()
-    are_several = asks_devices and len(names) > 1 and names[0].startswith("cuda")
     return Machine(
         package=__version__,
         python=platform.python_version(),
@@ -136,8 +87,6 @@ def look_around(*, asks_devices: bool = True) -> Machine:
         free=tuple(_free(name) if asks_devices else None for name in names),
         smi=() if torch.cuda.is_available() else ask_nvidia_smi(),
         driver=ask_driver() if build.kind == "cuda" else "",
-        links=tuple(ask_link(torch.device(name)) for name in names) if are_several else (),
-        direct=direct_pairs(len(names)) if are_several else (),
         amd=() if torch.cuda.is_available() else tuple(node.arch for node in amd_nodes()),
     )
 
@@ -210,13 +159,6 @@ def parse_clocks(text: str) -> Clocks | None:
         return None
     numbers = (re.fullmatch(r"\s*\d+(\.\d+)?\s*", part) for part in parts)  # "[N/A]" on cards that do not say
     return Clocks(*(None if number is None else float(number[0]) for number in numbers))
-
-
-def ask_link(device: torch.device) -> Link | None:
-    """The PCIe link of a card; None where nvidia-smi is missing or does not say."""
-    if torch.version.hip is not None:
-        return None
-    return parse_link(_asked(_LINK, "--id", smi_id(device)))
 
 
 @contextlib.contextmanager
@@ -307,7 +249,7 @@ def describe_facts(machine: Machine) -> list[str]:
     lines = head_lines(machine)
     for number in range(len(machine.devices)):
         lines += device_lines(machine, number)
-    return lines + together_lines(machine)
+    return lines
 
 
 def head_lines(machine: Machine) -> list[str]:
@@ -351,19 +293,6 @@ def device_lines(machine: Machine, number: int) -> list[str]:
     if info.kind in _SPARED:
         lines += [line("gets", _GETS), line("", _SPARED[info.kind])]
     return lines
-
-
-def together_lines(machine: Machine) -> list[str]:
-    """The links of several cards; nothing for one card."""
-    found: list[str] = []
-    for number, link in enumerate(machine.links):
-        text = "PCIe link unknown" if link is None else link.text
-        found.append(f"{_torch_name(machine.devices[number], number)}: {text}")
-    for first, second in itertools.combinations(range(len(machine.links)), 2):
-        both = {(first, second), (second, first)} <= set(machine.direct)
-        how = "copies cross directly" if both else "copies cross through the computer's memory"
-        found.append(f"cuda:{first} and cuda:{second}: {how}")
-    return [line("" if number else "together", text) for number, text in enumerate(found)]
 
 
 def _torch_name(info: DeviceInfo, number: int) -> str:

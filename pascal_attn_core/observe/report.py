@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..call import AttentionCall, TiledStats
+from ..call import TiledStats
 from ..call.lazy_mask import LazyMask
 
 
@@ -74,27 +74,6 @@ class Report:
 
 _lock = threading.Lock()
 active: tuple[Report, ...] = ()  # those that are being recorded
-observers: tuple[Callable[[AttentionCall], None], ...] = ()
-
-
-def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None]:
-    """Show every checked call of this process to ``observer`` before it runs; returns what ends that."""
-    global observers
-    with _lock:
-        observers = (*observers, observer)
-
-    def remove() -> None:
-        global observers
-        with _lock:
-            observers = tuple(other for other in observers if other is not observer)
-
-    return remove
-
-
-def show(call: AttentionCall) -> None:
-    """Show a call to the observers, once, before it runs."""
-    for observer in observers:
-        observer(call)
 
 
 @contextmanager

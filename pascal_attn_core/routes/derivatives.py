@@ -119,7 +119,9 @@ class _Derivable(torch.autograd.Function):
             found = [None if each[0] is None else torch.stack(each) for each in zip(*singles)]
         else:
             ranks = [1 + len(given.call.batch) + (3 if kind == "t" else 2) for kind in cls.takes]
-            units = [t if t is None else t[(slice(None), *[None] * (r - t.dim()))] for t, r in zip(stacked, ranks)]
+            units = [
+                t if t is None else t.reshape(size, *[1] * (r - t.dim()), *t.shape[1:]) for t, r in zip(stacked, ranks)
+            ]
             found = cls.apply(*units, given.batched(size), *inputs[count + 1 :])
             shapes: Any = [t if t is None else t.shape for t in stacked[:5]] if cls.gives.startswith("tttts") else []
             shapes += [(size, *given.shape[: None if kind == "t" else -1]) for kind in cls.gives[len(shapes) :]]
@@ -153,7 +155,7 @@ class RouteFunction(_Derivable):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
         kept, given, wants = ctx.saved_tensors, ctx.given, ctx.needs_input_grad[3:5]
         is_batched = torch._C._functorch.is_legacy_batchedtensor
-        if any(is_batched(t) for t in (grad_out, grad_lse) if t is not None):
+        if any([t is not None and is_batched(t) for t in (grad_out, grad_lse)]):
             raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
         grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
         is_first = not (torch.is_grad_enabled() or order_of_transforms())
@@ -189,14 +191,14 @@ class GradientFunction(_Derivable):
         tensors, (given, wants) = inputs[:11], inputs[11:13]
         wanted, call = Wanted(*_resolved(tensors[9:]), *wants), given.of(*tensors[:5])
         with torch.no_grad(), without_autocast(call.query):
-            found = given.route.backward(call, given.config, given.plan, Results(*tensors[5:9]), wanted)
+            found = given.route.backward(call, given.config, given.plan, _saved(given, tensors), wanted)
         return *found[:5], *found.captured
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         kept, wants = ctx.saved_tensors, ctx.needs_input_grad[3:5]
         found = DirectionFunction.apply(*kept[:9], *_direction(grads[:5]), *kept[9:], ctx.given[0], wants)
-        return _needed(ctx, (*found[:5], *[None] * 4, *found[5:], None, None))
+        return _needed(ctx, (*found[:5], *[None] * 4, *found[5:], *[None] * (len(ctx.needs_input_grad) - 11)))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -207,6 +209,22 @@ class GradientFunction(_Derivable):
             first = GradientFunction.apply(*kept[:9], of_out, of_lse, given, wants)
             found = tuple(a if a is None else a + b for a, b in zip(found, first))
         return found
+
+
+class FoundGradients(GradientFunction):
+    """``apply(*inputs, *results, grad_out, grad_lse, given, wants, *gradients) -> gradients``, which something else has
+    found. Results that are None are computed when a derivative asks for them."""
+
+    @staticmethod
+    def compute(*inputs: Any) -> Any:
+        return inputs[13:]
+
+
+def _saved(given: Given, tensors: Sequence[Any]) -> Results:
+    if tensors[5] is not None:
+        return Results(*tensors[5:9])
+    with torch.no_grad(), without_autocast(tensors[0]):
+        return Results(*RouteFunction.compute(*tensors[:5], given))
 
 
 class DirectionFunction(_Derivable):
@@ -220,13 +238,11 @@ class DirectionFunction(_Derivable):
         *tensors, given, wants = inputs
         if given.unseen:
             raise RuntimeError(_UNSEEN.format(*given.unseen))
-        call, saved, outer = given.of(*tensors[:5]), Results(*tensors[5:9]), _resolved(tensors[14:])
+        call, saved, outer = given.of(*tensors[:5]), _saved(given, tensors), _resolved(tensors[14:])
         if call.has_bias and saved.log_sum is None and saved.lse is not None:
             saved = saved._replace(log_sum=torch.zeros_like(saved.lse))  # as in run.gradients
-        along, wanted = (
-            call.with_tensors(*_resolved(tensors[9:14])),
-            None if outer[0] is None else Wanted(*outer, *wants),
-        )
+        along = call.with_tensors(*_resolved(tensors[9:14]))
+        wanted = None if outer[0] is None else Wanted(*outer, *wants)
         with without_autocast(call.query):
             return routes["tiled"].along(call, given.config, wanted, saved=saved, along=along)
 
@@ -267,7 +283,7 @@ def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _hooks(token: str) -> dict[int, Any]:
-    """The hook of all outputs of calls with the config of this token: one is made in no time."""
+    """The hook of all outputs of calls with the config of this token, which are too many to make one for each."""
     return {0: functools.partial(_before_gradients, AttentionConfig.from_token(token))}
 
 
@@ -277,7 +293,6 @@ def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
     node: Any = torch._C._current_autograd_node()
     while node is not None and not hasattr(node, "_saved_query"):  # a view or a slice of its output
         node = node.next_functions[0][0] if node.next_functions else None
-
     if node is None or node._saved_dropout_p:  # only torch's kernel knows its coins
         return
 
@@ -292,10 +307,9 @@ def _by_tiles(node: Any, config: AttentionConfig, found: Grads, grad_out: Tensor
     """The gradients of a call of torch's kernel, whose node has found them without derivatives, by tiles."""
     query, key, value = node._saved_query, node._saved_key, node._saved_value
     mask = node._saved_attn_mask if hasattr(node, "_saved_attn_mask") else getattr(node, "_saved_attn_bias", None)
-    inputs, grouped = (query, key, value, mask, None), query.shape[1] != key.shape[1]
+    inputs, grouped, count = (query, key, value, mask, None), query.shape[1] != key.shape[1], len(found)
     call = check_call(query, key, value, mask, 0.0, node._saved_is_causal, node._saved_scale, grouped)
     given = Given(call.without_tensors(), config, routes["tiled"], None, call.out_shape)
-    with torch.no_grad(), without_autocast(query):
-        results = RouteFunction.compute(*inputs, given)
-    wants = found[3:] != () and found[3] is not None, False
-    return GradientFunction.apply(*inputs, *results, grad_out, None, given, wants)[: len(found)]
+    found = (*(None if t is None else t.detach() for t in found), *[None] * (5 - len(found)))
+    wants = found[3] is not None, False
+    return FoundGradients.apply(*inputs, *[None] * 4, grad_out, None, given, wants, *found)[:count]

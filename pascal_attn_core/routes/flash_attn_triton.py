@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..config import variables
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.runtime import runtime_of
 from ..patching.stand_in import real_package
@@ -32,8 +32,8 @@ _TOKENS = 192  # of the small call: more than one block of any tile
 def takes(call: AttentionCall) -> bool:
     """Whether the package computes a call, rightly, that torch's function takes but has no fused kernel for."""
     return (
-        os.environ.get(_SWITCH) == "TRUE"
-        and runtime_of(call.query.device).info.kind == "hip"
+        runtime_of(call.query.device).info.kind == "hip"
+        and _is_on()
         and call.query.dtype in (torch.float16, torch.bfloat16)
         and call.head_dim == call.head_dim_v <= _LARGEST_HEAD_DIM
         and call.attn_mask is None
@@ -45,9 +45,13 @@ def takes(call: AttentionCall) -> bool:
     )
 
 
+def _is_on() -> bool:
+    return variables(_SWITCH).get(_SWITCH) == "TRUE"
+
+
 def conditions() -> dict[str, str]:
     """Return what timings on a card depend on if the package is a candidate there."""
-    if os.environ.get(_SWITCH) != "TRUE":
+    if not _is_on():
         return {}
     try:
         return {"flash_attn": importlib.metadata.version("flash_attn")}

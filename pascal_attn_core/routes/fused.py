@@ -123,14 +123,14 @@ class FusedRoute(Route):
         if plan.band_rows:
             return self._forward_in_bands(call, config, plan, with_lse=with_lse or for_grad)
         kernels, packed = kernels_of(call), plan.packed
-        inputs = call.query, call.key, call.value, call.attn_mask
+        inputs: tuple[Any, ...] = (call.query, call.key, call.value, call.attn_mask)
         with_lse |= for_grad
-        found = plan.repeats and plan.repeats.again((with_lse, for_grad), inputs, key_fields(call))
+        found: Any = plan.repeats and plan.repeats.again((with_lse, for_grad), inputs, key_fields(call))
         if found:
             return Results(*found)
         out = empty_output(call)
         lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if with_lse else None
-        log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
+        log_sum = None if lse is None or not (for_grad and call.has_bias) else torch.empty_like(lse)
         results = Results(out, lse, log_sum)
         kernels.ensure((plan.forward, *plan.gradients))
         plan = _with_last_rows_that_run(plan, kernels)

@@ -81,7 +81,7 @@ class MathRoute(Route):
         with torch.enable_grad(), without_autocast(call.query):
             # Each a tensor of its own, since two may be one tensor.
             own = [t.view_as(t).requires_grad_() if _is_float(t) else t for t in given]
-            results = self.forward(call.with_tensors(*own[:5]), None, None, with_lse=True)  # type: ignore[arg-type]
+            results = self.forward(call.with_tensors(*own[:5]), AttentionConfig(), None, with_lse=True)
             first = _pulled(results[:2], own[10:], own[:5])
             second = _pulled(first, own[5:10], own[:5] + own[10:])
             return _pulled(second, grads, own, create_graph=more)

@@ -32,7 +32,6 @@ from ..call.flex_rules import is_block_mask
 from ..call.lazy_mask import LazyMask, MaskRule, rule_named
 from ..config import AttentionConfig, RouteUnavailable, config_of, default_config
 from ..machine.runtime import Runtime, runtime_of
-from ..observe.report import show
 from ..version import __version__
 from . import Choice, Request, Route, choose
 from .derivatives import is_recorded
@@ -173,7 +172,6 @@ def _choice(call: AttentionCall, token: str, *, with_lse: bool) -> Choice:
 
 
 def _forward_for_grad(call: AttentionCall, token: str, *, with_lse: bool) -> Results:
-    show(call)
     stats = TiledStats()
     while True:
         choice = _choice(call, token, with_lse=with_lse)

@@ -197,10 +197,11 @@ def keep(kind: Kind, call: Any, config: AttentionConfig, choice: Choice) -> None
 
 def _is_torchs_shape(call: AttentionCall) -> bool:
     """Whether torch's function takes the tensors of a call by the kernel that it has promised."""
-    heads, kv_heads, mask = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), call.attn_mask
+    heads, kv_heads = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads)
+    mask: Any = call.attn_mask
     lead = heads, kv_heads, kv_heads
     return (
-        (mask is None or (mask.dim() == 4 and not is_made_numbers(mask)))  # type: ignore[union-attr]
+        (mask is None or (mask.dim() == 4 and not is_made_numbers(mask)))
         and (call.groups == 1 or call.enable_gqa)
         and call.batch_size <= MOST_BLOCKS
         and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip((call.query, call.key, call.value), lead))
@@ -225,7 +226,7 @@ def again(
     Raises:
         TypeError, ValueError: torch's function has refused the call, for this reason.
     """
-    if report.observers or report.active or type(config) is not AttentionConfig:
+    if report.active or type(config) is not AttentionConfig:
         return None, None
     kind = kind_of(config, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     if kind is None:

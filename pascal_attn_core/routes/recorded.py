@@ -20,6 +20,7 @@ def as_one_node(function: Any, inputs: Sequence[Any]) -> Any:
 
     with disable_proxy_modes_tracing() as mode:
         found = function.compute(*inputs)
-    tensors = [mode.tracer.unwrap_proxy(t) for t in inputs if isinstance(t, Tensor)]
-    node = mode.tracer.create_proxy("call_function", derivative, tuple(tensors), {})
-    return track_tensor_tree(found, node, constant=None, tracer=mode.tracer)
+    tracer: Any = mode.tracer
+    proxies = tuple(tracer.unwrap_proxy(t) for t in inputs if isinstance(t, Tensor))
+    node = tracer.create_proxy("call_function", derivative, proxies, {})
+    return track_tensor_tree(found, node, constant=None, tracer=tracer)

@@ -31,7 +31,6 @@ among them; each part goes by the route that the whole call would take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -150,7 +149,6 @@ def run(
     for calls of this ``kind``."""
     if stats is None and report.active:
         stats = TiledStats()
-    report.show(call)
     while True:
         taken = choose(call, config, with_lse=with_lse, may_time=may_time) if choice is None else choice
         try:
@@ -183,11 +181,10 @@ def run_packed(
     *,
     with_lse: bool,
     why: str,
-    sequences: Callable[[], Iterable[AttentionCall]],
     route: str = "fused",
 ) -> tuple[Tensor, Tensor | None]:
     """A checked call whose tokens are those of many sequences, in one launch of the fused kernel. Reports count it as
-    one call; ``sequences`` gives what observers are shown.
+    one call.
 
     Args:
         call: query ``[1, Hq, total_q, D]``, key ``[1, Hkv, total_k, D]``, value ``[1, Hkv, total_k, Dv]``, no mask;
@@ -198,9 +195,6 @@ def run_packed(
     Raises:
         RouteUnavailable: nothing has been computed.
     """
-    if report.observers:
-        for part in sequences():
-            report.show(part)
     choice = _with_remark(Choice(route_named(route), why, plan))
     results = _by(choice, call, config, with_lse=with_lse, stats=None)
     note(call, choice, None)

@@ -51,10 +51,11 @@ def tiled_along(
     rows, keys = call.out_shape[:-1], (*call.batch, call.num_kv_heads, call.seq_len_kv)
     places = (rows, call.head_dim, along.query), (keys, call.head_dim, along.key), (keys, call.head_dim_v, along.value)
     dots = [None if t is None else t.expand((*tokens, width)).contiguous() for tokens, width, t in places]
-    mask: Any = None if along.attn_mask is None else along.attn_mask.expand((*rows, call.seq_len_kv))  # type: ignore[arg-type]
+    mask: Any = along.attn_mask
+    mask = None if mask is None else mask.expand((*rows, call.seq_len_kv))
     per_query: dict[str, Any] = {"out_dot": out_dot, "lse_dot": lse_dot, "query_dot": dots[0], "mask_dot": mask}
     per_key = {name: t for name, t in zip(("key_dot", "value_dot"), dots[1:]) if t is not None}
-    given = call, walk, saved.seed, []
+    given: tuple[Any, ...] = call, walk, saved.seed, []
     if not walk.is_empty:
         RateProducts(*given).visit(saved, per_query, per_key, trim_masks)
     if wanted is None:

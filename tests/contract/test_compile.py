@@ -13,7 +13,7 @@ TILED = AttentionConfig(route="tiled")
 # A graph of its own for each is slow: one of each kind.
 KINDS = ("square", "grouped, causal", "grouped, bool [B, 1, 1, S]", "grouped, float [1, H, L, S]",
          "longer, window (9, 4)", "grouped, tokens_first", "matrices", "two batch dimensions")  # fmt: skip
-CASES = some((case for case in TABLE if case.name in KINDS), 2)
+CASES = some((case for case in TABLE if case.name in KINDS), 3)
 
 
 @pytest.fixture(autouse=True)

@@ -227,7 +227,9 @@ def test_graphs_of_operators_hold_for_other_values(name: str) -> None:
         three = (x[0].transpose(0, 1),) * 3
         return flash_attn_varlen_func(*three, ends, ends, 40, 40).transpose(0, 1)[None]
 
-    doors = (lambda x: sdpa(x, x, x, config=TILED), lambda x: sdpa_with_lse(x, x, x).lse, packed)
+    doors = [lambda x: sdpa(x, x, x, config=TILED), lambda x: sdpa_with_lse(x, x, x).lse]
+    if hasattr(torch, "accelerator"):  # make_fx of older ones does not let lengths be read under a transform
+        doors.append(packed)
     for attend in doors:
         function = RECORDED[name](attend, query)
         torch.testing.assert_close(make_fx(function)(query + 1)(30 * query), function(30 * query))

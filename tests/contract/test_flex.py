@@ -304,7 +304,7 @@ class Learned(torch.nn.Module):
         return score + self.slope * (j - i)
 
 
-@pytest.mark.parametrize("how", ["attribute", "partial", "closure", "container", "intermediate"])
+@pytest.mark.parametrize("how", some(["attribute", "partial", "closure", "container", "intermediate"], 2))
 def test_gradients_of_what_a_score_mod_reads(how: str) -> None:
     layer = Learned()
     slope: Tensor = layer.slope * 2 if how == "intermediate" else layer.slope
@@ -341,7 +341,7 @@ READERS: dict[str, Callable[[Tensor], Callable]] = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", some(READERS, 2))
 def test_gradients_of_a_table(name: str) -> None:
     table = torch.randn(HEADS, TOKENS, TOKENS, requires_grad=True)
     mod, given = READERS[name](table), inputs()

@@ -43,7 +43,7 @@ def _why_not(route: str, call: AttentionCall) -> list[str]:
 
 @pytest.mark.parametrize(
     ("device", "case"),
-    some([("cpu", case) for case in TABLE] + [("mps", case) for case in on_mps(TABLE)], 2),
+    some([("cpu", case) for case in TABLE] + [("mps", case) for case in on_mps(TABLE)], 3),
     ids=lambda given: given if isinstance(given, str) else given.name,
 )
 def test_every_route_gives_the_answer_of_the_definition(device: str, case: Case) -> None:

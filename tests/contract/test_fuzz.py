@@ -4,7 +4,7 @@ The number of a legal one is all of it: ``attn_support.fuzz.calls`` draws it, ``
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -18,7 +18,6 @@ from attn_support.fuzz import check
 from attn_support.fuzz.calls import DTYPES, RULES, Call, Mask, draw
 from attn_support.fuzz.check import TORCH, failure
 from attn_support.randomness import some
-from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_with_lse
@@ -127,7 +126,7 @@ def _hard_calls() -> dict[str, Call]:
     return found
 
 
-@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in some(_hard_calls().items(), 5)])
+@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in some(_hard_calls().items(), 8)])
 def test_every_route_is_right_where_one_was_wrong(call: Call) -> None:
     calls = [replace(call, config=config) for config in EVERY_ROUTE] + [replace(call, entry="switch")]
     assert {str(each): what for each in calls if (what := failure(each))} == {}
@@ -178,36 +177,6 @@ def test_random_calls_from_many_threads_give_the_answers_of_the_definition() -> 
     assert F.scaled_dot_product_attention is TORCH
 
 
-GROUPED = [Call(i, batch=(2,), heads=(4, 2, 2), enable_gqa=True, rows=33, keys=40, wants="qkv") for i in range(3)]
-RIGHT = check.sdpa
-
-
-def _writes(query: Tensor, *rest: Any, **options: Any) -> Tensor:
-    out = RIGHT(query, *rest, **options)
-    query.detach().mul_(-1).mul_(-1)
-    return out
-
-
-def _draws(*args: Any, **options: Any) -> Tensor:
-    torch.rand(1)
-    return RIGHT(*args, **options)
-
-
-WRONG: dict[str, Callable[..., Tensor]] = {
-    "a factor": lambda *args, **options: RIGHT(*args, **options) * (1 + 1e-4),
-    "another gradient": lambda q, k, *rest, **options: RIGHT(q, k + 1e-3 * (k - k.detach()), *rest, **options),
-    "an input is written to": _writes,
-    "random numbers are drawn": _draws,
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_wrong_answer_is_noticed(wrong: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(map(failure, GROUPED))
-    monkeypatch.setattr(check, "sdpa", wrong)
-    assert all(map(failure, GROUPED))
-
-
 def _tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
@@ -242,10 +211,9 @@ ILLEGAL_ROUTES = [None, AttentionConfig(route="tiled"), AttentionConfig(route="m
 
 
 @pytest.mark.parametrize("broken", ILLEGAL, ids=lambda broken: ", ".join(f"{k} {_words(v)}" for k, v in broken.items()))
-@pytest.mark.parametrize("config", ILLEGAL_ROUTES, ids=["default", "tiled", "math", "torch"])
-def test_an_illegal_call_is_refused_in_our_words(broken: dict[str, Any], config: AttentionConfig | None) -> None:
+def test_an_illegal_call_is_refused_in_our_words(broken: dict[str, Any]) -> None:
     arguments = {"query": QUERY, "key": KEY, "value": VALUE, **broken}
-    for attend in (sdpa, sdpa_with_lse, explain):
+    for attend, config in product((sdpa, sdpa_with_lse, explain), ILLEGAL_ROUTES):
         with pytest.raises((TypeError, ValueError), match=r"(must|needs) .*, got ") as caught:
             attend(**arguments, config=config)
         assert "pascal_attn_core" in str(caught.traceback[-1].path), f"raised outside of it: {caught.value!r}"

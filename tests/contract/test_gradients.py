@@ -25,7 +25,7 @@ def _leaves(inputs: list[torch.Tensor | None]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("device", "case"),
-    some([("cpu", case) for case in GRADIENT_TABLE] + [("mps", case) for case in on_mps(GRADIENT_TABLE)], 2),
+    some([("cpu", case) for case in GRADIENT_TABLE] + [("mps", case) for case in on_mps(GRADIENT_TABLE)], 3),
     ids=lambda given: given if isinstance(given, str) else given.name,
 )
 def test_gradients_are_those_of_the_definition(device: str, case: Case) -> None:

@@ -262,10 +262,10 @@ def _differences(
     names: Sequence[str] = tuple(OTHERS),
     bases: Sequence[Spec] = (),
     others: dict[str, list[Any]] = OTHERS,
-) -> list[str]:
+) -> Iterator[str]:
     """Pairs of calls whose kinds differ in one property, one of these, made by what is known and afresh: those that
     differ."""
-    rng, wrong, bases = random.Random(seed), [], bases or _bases()
+    rng, bases = random.Random(seed), bases or _bases()
     for number in range(count):
         if number % 2 == 0:
             spec, name = rng.choice(bases), rng.choice(names)
@@ -280,8 +280,7 @@ def _differences(
         finally:
             prepared.known = kept
         if not _are_same(by_kind, afresh):
-            wrong.append(f"{name} {spec}: {by_kind[:3]} != {afresh[:3]}")
-    return wrong
+            yield f"{name} {spec}: {by_kind[:3]} != {afresh[:3]}"
 
 
 @contextlib.contextmanager
@@ -306,8 +305,8 @@ def _device(card: str) -> Iterator[list[Launch]]:
 def test_every_call_is_what_a_fresh_decision_makes_of_it(monkeypatch: pytest.MonkeyPatch, card: str, seed: int) -> None:
     with _device(card) as queued:
         watch = Watch(monkeypatch, queued)
-        assert _differences(watch, seed, times(300)) == []
-        assert prepared.known.found > times(300) // 6  # type: ignore[attr-defined]
+        assert list(_differences(watch, seed, times(200))) == []
+        assert prepared.known.found > times(200) // 6  # type: ignore[attr-defined]
 
 
 # The parts of a kind, in their order, and which property of a call shows on which device that it is read. "answers": a
@@ -363,13 +362,13 @@ def test_a_part_of_the_kind_that_is_left_out_is_noticed(
         monkeypatch.setattr(torch, "_fused_sdp_choice", _choice_of_a_card)
         rows = 4, ("flags",), [BASE | {"flags": names[0]}], {"flags": [names[1]]}
     with _device("CPU" if card == "answers" else card) as queued:
-        assert _differences(Watch(monkeypatch, queued), 0, *rows)
+        assert any(_differences(Watch(monkeypatch, queued), 0, *rows))
 
 
 def test_tensors_that_no_kernel_reads_as_they_lie_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "_are_alike", lambda *tensors: True)
     with _device("GTX 1080 Ti") as queued:
-        assert _differences(Watch(monkeypatch, queued), 0, 200, ("moved",))
+        assert any(_differences(Watch(monkeypatch, queued), 0, 200, ("moved",)))
 
 
 def _choices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -464,14 +463,6 @@ def test_kinds_are_few_and_threads_may_forget_them() -> None:
     stop.set()
     forgetful.join()
     assert wrong == []
-
-
-def test_no_more_kinds_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "known", {})
-    monkeypatch.setattr(prepared, "_MOST", 5)
-    for tokens in range(20, 32):
-        sdpa(*(torch.randn(1, 1, tokens, 8) for _ in range(3)), config=AttentionConfig(route="tiled"))
-        assert 0 < len(prepared.known) <= 5
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)

@@ -229,7 +229,7 @@ _ERRORS = {
 def _state() -> tuple:
     stacks = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     modes = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *stacks, *modes, torch.get_default_dtype(), report.observers, report.active, F.scaled_dot_product_attention
+    return *stacks, *modes, torch.get_default_dtype(), report.active, F.scaled_dot_product_attention
 
 
 def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -> Any:

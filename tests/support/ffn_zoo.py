@@ -77,20 +77,6 @@ def mlp(width: int, hidden: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width)).eval()
 
 
-class Product(torch.autograd.Function):
-    """A weight made of two, with a backward pass in Python: it knows nothing of tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, one: Tensor, two: Tensor) -> Tensor:
-        ctx.save_for_backward(one, two)
-        return one * two
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        one, two = ctx.saved_tensors
-        return grad * two, grad * one
-
-
 class SoftMoe(nn.Module):
     """Every token to every expert: no choice, nothing to overflow."""
 
@@ -102,18 +88,6 @@ class SoftMoe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.gate(x).softmax(-1)
         return (torch.stack([expert(x) for expert in self.experts], dim=-1) @ weight.unsqueeze(-1)).squeeze(-1)
-
-
-def _capacity(m: Any, x: Tensor) -> Tensor:
-    """Experts that take a limited number of tokens each; the later ones are dropped."""
-    tokens = x.reshape(-1, WIDTH)
-    chosen = F.one_hot((tokens @ m.route).argmax(-1), 4)
-    kept = ((chosen.cumsum(0) - 1) * chosen).sum(-1) < len(tokens) // 4
-    return x + torch.einsum("tc,ecd,te->td", tokens, m.experts, chosen * kept[:, None].float()).view_as(x)
-
-
-def _batch_norm(m: Any, h: Tensor) -> Tensor:
-    return F.batch_norm(h.flatten(0, 1), m.mean, m.var, training=m.training).view_as(h)
 
 
 def _counted(m: Any, x: Tensor) -> float:
@@ -129,26 +103,6 @@ def _kept(m: Any, h: Tensor) -> Tensor:
     """As TeaCache does: the next call takes a part of this one's result."""
     last, m.last = m.last, h
     return h if last is None else h + last
-
-
-def _asks(m: Any, h: Tensor) -> Tensor:
-    return (
-        h * 2 if type(h) is Tensor and isinstance(h, Tensor) and not vars(h) and h.requires_grad == m.wants else h * 3
-    )
-
-
-def _tries(m: Any, h: Tensor) -> Tensor:
-    try:
-        return h + float(h.detach().numpy().size) / 1e3
-    except RuntimeError:
-        return h * 7
-
-
-def _catches(m: Any, h: Tensor) -> Tensor:
-    try:
-        return h.view(7, -1)
-    except RuntimeError:
-        return h + h.mean(1, keepdim=True)
 
 
 def _after(x: Tensor, done: Any) -> Tensor:
@@ -191,21 +145,12 @@ _ON: dict[str, Any] = {
     "flattened tokens": lambda m, h: (h.flatten(0, 1) * 2).view_as(h),
     "heads": lambda m, h: h.unflatten(-1, (4, 16)).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2),
     "scale per token": lambda m, h: (h / h.abs().amax(-1, keepdim=True).clamp(min=1e-6)).round(),
-    "another sample of the batch": lambda m, h: h + h.mean(0, keepdim=True),
-    "multiplied from the left": (lambda m, h: (m.left @ h.mT).mT, {"left": _weight(64, 64)}),
     "clones and literals": lambda m, h: h.clone().mul_(torch.tensor(0.5)) + torch.tensor([1.0] * 64),
-    "batch norm with fixed statistics": (_batch_norm, {"mean": lambda: torch.zeros(64), "var": lambda: torch.ones(64)}),
     "writes to a view of its own": lambda m, h: _after(own := h * 1, own.view(*h.shape[:2], -1, 8)[..., 0].mul_(2)),
     # The code runs once and sees all tokens: what it makes of their number, or counts, is right in slices.
     "a weight per position": (lambda m, h: h + m.where[:, : h.shape[1]], {"where": _weight(1, 256, 64)}),
-    "scaled by the length": lambda m, h: h / torch.ones(h.shape[1]).sum() * (2 if h.shape[1] > 48 else 1),
-    "expert for long inputs": (lambda m, h: h @ (m.one if h.shape[1] > 48 else m.two), {"one": _weight(64, 64),
-                                                                                       "two": _weight(64, 64)}),
-    "word for long inputs": lambda m, h: F.gelu(torch.add(h, h, alpha=h.shape[1]), approximate="tanh"),
     "counts": (lambda m, h: h * _counted(m, h), _COUNTS),
     "random numbers of its own": lambda m, h: h * random.random() * np.random.rand() + torch.randn(64),
-    "path by a parameter": (lambda m, h: h if m.gate.item() == 0 else h.flip(1), {"gate": lambda: torch.zeros(1)}),
-    "path by its class": (_asks, {"wants": bool}),
 }  # fmt: skip
 _REFUSED: dict[str, Any] = {
     "convolution": (lambda m, h: h + F.conv1d(h.mT, m.kernel, padding=32, dilation=32, groups=64).mT,
@@ -213,37 +158,18 @@ _REFUSED: dict[str, Any] = {
     "softmax over tokens": lambda m, h: h.softmax(1),
     "zero-initialised context": (lambda m, h: h + m.gate * h.mean(1, keepdim=True), {"gate": lambda: torch.zeros(1)}),
     "token shift": lambda m, h: 0.5 * h + 0.5 * F.pad(h, (0, 0, 1, -1)),
-    "first token added to all": lambda m, h: h + h[:, :1],
     "attention": lambda m, h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0],
-    "attention by hand": lambda m, h: (h @ h.mT).softmax(-1) @ h,
     "pooling": lambda m, h: h + F.avg_pool1d(h.mT, 3, 1, 1).mT,
-    "layer norm over tokens": lambda m, h: F.layer_norm(h, h.shape[1:]),
-    "counted by an operator": lambda m, h: h / torch.ones_like(h[..., :1]).sum(-2, keepdim=True),
-    "places of tokens by an operator": lambda m, h: h * torch.ones_like(h).cumsum(-2),
-    "a product over positions": (lambda m, h: (h.mT @ m.where).mT, {"where": _weight(64, 64)}),
-    "experts with capacity": (lambda m, h: _after(h, None) + F.pad(_capacity(m, h[..., :WIDTH]), (0, 48)),
-                              {"route": _weight(WIDTH, 4), "experts": _weight(4, WIDTH, WIDTH)}),
-    "tokens chosen by value": lambda m, h: h * len(h[h[..., 0] > 0]),
     "path by values": lambda m, h: h * 2 if h.abs().max() > 1 else h,
-    "path by an operator on tokens": lambda m, h: h * 2 if torch.equal(h, h.clone()) else h,
-    "bias of tokens": lambda m, h: torch.addmm(h[0], torch.ones(h.shape[1], 4), torch.ones(4, 64)).expand(h.shape),
-    "weights of tokens": lambda m, h: h + F.embedding(torch.arange(h.shape[1]).flip(0), h[0]),
     "keeps its tokens": (_kept, {"last": lambda: None}),
     "asks for memory": lambda m, h: h * (h.untyped_storage().nbytes() + bool(h.data_ptr())),
-    "asks for a version": lambda m, h: h * (1 + h._version),
-    "tries NumPy": _tries,
-    "catches errors": _catches,
     "dropout": lambda m, h: F.dropout(h, 0.5, training=True),
-    "noise": lambda m, h: h + torch.randn_like(h),
-    "pairs of tokens": lambda m, h: h.view(2, -1, 128).flip(-1).view_as(h),
     "reversed tokens": lambda m, h: h.flip(1),
     "one token for all": lambda m, h: h.mean(1),
     "two outputs": lambda m, h: h.chunk(2, 1)[0].repeat(1, 2, 1),
     "largest value so far": (lambda m, h: h / _after(m.most, m.most.copy_(torch.maximum(m.most, h.detach().amax()))),
                              {"most": lambda: torch.ones(())}),
     "a weight that changes": (lambda m, h: _after(h + m.most, m.most.add_(1)), {"most": lambda: torch.ones(())}),
-    "a scratch buffer": (lambda m, h: _after(h, m.scratch.copy_(h.detach())) + m.scratch,
-                         {"scratch": lambda: torch.zeros(2, 64, 64)}),
 }  # fmt: skip
 # Right in slices where no gradient is wanted.
 _BACKWARD: dict[str, Any] = {

@@ -111,8 +111,6 @@ class Running:
             outcome = Outcome(FAILED, f"{type(error).__name__}: {error}"[:200], {})
         self.take(outcome)
         say(self.part.name, f"{outcome.state}: {outcome.summary}", self.content["seconds"])
-        for line in outcome.table:
-            print("  " + line)
         shutil.rmtree(self.job.scratch, ignore_errors=True)
 
 

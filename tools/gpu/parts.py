@@ -31,13 +31,11 @@ _NO_DEVICE, _NO_TESTS = 2, 5  # exit statuses of our programs, of pytest
 
 
 class Outcome(NamedTuple):
-    """summary: in one line; figures: for the file; table: lines for the terminal; bad: what is wrong, a line for
-    each."""
+    """summary: in one line; figures: for the file; bad: what is wrong, a line for each."""
 
     state: str
     summary: str
     figures: dict[str, Any]
-    table: Sequence[str] = ()
     bad: Sequence[str] = ()
 
 
@@ -68,7 +66,6 @@ TINY: Sizes = {
     "demo": ("--quick", "--only", "image", "--steps", "1"),
     "variants": ("--names", "forward-32-float32-none,split-32-float16-none"),
     "sanitizer": ("--names", "forward-64-float32-none"),
-    "sweep": ("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),
 }
 
 
@@ -144,24 +141,24 @@ class Part:
     share: int = 0
 
 
-def _by_kernel(job: Job, part: str, module: str, processes: int) -> Outcome:
+def _variants(job: Job) -> Outcome:
     """Kernels one by one, in processes that any of them may end; what is known of before is left out."""
     watch = job.watch()
     job.judge = lambda ended: _judge_told(ended, watch.look())
-    with ThreadPoolExecutor(processes) as pool:
-        shares = [f"{number + 1}/{processes}" for number in range(processes)]
-        ends = list(pool.map(lambda share: _share(job, watch.folder, share, module, part), shares))
+    with ThreadPoolExecutor(job.processes) as pool:
+        shares = [f"{number + 1}/{job.processes}" for number in range(job.processes)]
+        ends = list(pool.map(lambda share: _share(job, watch.folder, share), shares))
     ended = next((each for each in ends if each.status is None), max(ends, key=lambda each: each.status != 0))
     return Outcome(NOT_RUN, ended.last_line, {}) if ended.status == _NO_DEVICE else job.judge(ended)
 
 
-def _share(job: Job, folder: Path, share: str, module: str, part: str) -> child.Ended:
+def _share(job: Job, folder: Path, share: str) -> child.Ended:
     """A share of the kernels: one process after the other, each begun where a kernel has ended the one before it."""
     teller = told.Teller(folder, f"share-{share.partition('/')[0]}")
-    given = ("--told", str(folder), "--share", share, *job.sizes.get(part, ()))
+    given = ("--told", str(folder), "--share", share, *job.sizes.get("variants", ()))
     while True:
         known = len(told.read(folder, teller.writer).ended)
-        ended = job.run("-m", module, "--device", job.device, *given)
+        ended = job.run("-m", "tools.gpu.card", "--device", job.device, *given)
         if ended.status in (0, _NO_DEVICE, None):
             return ended
         for line in told.read(folder, teller.writer).begun.values():
@@ -188,19 +185,17 @@ def _judge_told(ended: child.Ended, known: told.Told) -> Outcome:
         said = f"{said or 'none had ended'} of {figures['collected']}; the same command goes on with the others"
     elif errors := [line["error"] for line in known.ended.values() if "error" in line]:
         said += f"; errors up to {max(errors):.2f} of what is allowed"
-    results = [line["result"] for line in known.ended.values() if "result" in line]
-    shown = table(results) if results and ended is not child.CUT else ()
     bad = [f"{line['test']}: {_gist(line['message'])}" for line in figures["failures"]]
     if bad:
         # failed: the others are still to be run
-        return Outcome(FAILED if left else WRONG, said, figures, shown, bad)
+        return Outcome(FAILED if left else WRONG, said, figures, bad)
     if ended.status not in (0, _NO_TESTS, None):
         return _failed(ended, figures)
     if left or (ended.status is None and not counts):
-        return Outcome(UNFINISHED, said or ended.words, figures, shown)
+        return Outcome(UNFINISHED, said or ended.words, figures)
     if not counts["passed"]:
         return Outcome(NOT_RUN, next(iter(figures["skipped"]), "nothing was found"), figures)
-    return Outcome(RIGHT, said, figures, shown)
+    return Outcome(RIGHT, said, figures)
 
 
 def _gist(message: str) -> str:
@@ -337,22 +332,6 @@ def _sanitized(ended: child.Ended, wrong: list[str], is_known: bool) -> dict[str
     return {**line, "output": ended.output.splitlines()}
 
 
-def table(jobs: Sequence[dict[str, Any]], most: int = 15) -> list[str]:
-    """For the jobs in which the shipped geometry loses most: its time, and that of the best candidate in units of
-    it."""
-    ranked = sorted(jobs, key=lambda job: job["best_over_shipped"] or 0.0)
-    lines = [f"{'job':30s}{'shipped ms':>11s}{'best':>6s}"]
-    for job in ranked[:most]:
-        seconds = job["shipped_seconds"]
-        shipped = job["shipped_note"] or "-" if seconds is None else f"{1e3 * seconds:.2f}"
-        best = "-" if job["best_over_shipped"] is None else f"{job['best_over_shipped']:.2f}"
-        which = "shipped" if job["best"] == job["shipped"] else job["best"]
-        lines.append(f"{job['job']:30s}{shipped:>11s}{best:>6s}  {which}")
-    if len(ranked) > most:
-        lines.append(f"and {len(ranked) - most} more, which the file has")
-    return lines
-
-
 def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
     if ended.status is None and not ended.remains:
         return Outcome(UNFINISHED, ended.words, figures)
@@ -365,7 +344,7 @@ _TOOL = ("pascal_attn_core", "tools/gpu")
 _OF_TESTS = ("nodes", "tools/families", "tests/support", "tests/conftest.py", *TESTS)
 # First what is right or wrong, side by side, then what is timed. Weights are seconds of nine minutes.
 PARTS = (
-    Part("variants", 200, _TOOL, lambda job: _by_kernel(job, "variants", "tools.gpu.card", job.processes), share=3),
+    Part("variants", 200, _TOOL, _variants, share=3),
     Part("tests", 200, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "tests"), share=11),
     Part("sanitizer", 200, _TOOL, _sanitizer, share=2),
     Part("selftest", 60, _CORE, _selftest),
@@ -375,5 +354,4 @@ PARTS = (
     Part("bench-linear", 35, _CORE, lambda job: _bench(job, "bench-linear", _linear_ratios)),
     Part("call-cost", 10, (*_CORE, "tools/call_cost.py"), _call_cost),
     Part("demo", 30, _CORE, _demo),
-    Part("sweep", 55, _TOOL, lambda job: _by_kernel(job, "sweep", "tools.gpu.sweep", 1)),
 )

@@ -30,16 +30,13 @@ class Teller(NamedTuple):
         with (self.folder / f"{self.writer}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def begin(self, name: str, limit: float, *, is_extra: bool = False) -> None:
+    def begin(self, name: str, limit: float) -> None:
         """``limit``: seconds after which it hangs."""
-        self.tell(begun=name, process=os.getpid(), limit=limit, is_extra=is_extra)
+        self.tell(begun=name, process=os.getpid(), limit=limit)
 
     def lose(self, begun: dict[str, Any], seconds: float, message: str) -> None:
-        """Tell of one that has begun that its process has ended: it has failed, or, of an extra one, will not be run
-        again."""
-        outcome = "skipped" if begun["is_extra"] else "failed"
-        known = {"test": begun["begun"], "outcome": outcome, "is_extra": begun["is_extra"]}
-        self.tell(**known, seconds=round(seconds, 3), message=message)
+        """Tell of one that has begun that its process has ended: it has failed."""
+        self.tell(test=begun["begun"], outcome="failed", seconds=round(seconds, 3), message=message)
 
 
 @dataclass

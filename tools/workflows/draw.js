@@ -7,7 +7,7 @@ const sheet = arguments[0];
 const COLUMN_GAP = 24, ROW_GAP = 24, GROUP_GAP = 15, PADDING = 12, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
 const GROUP_TITLE = 45;
 // Room for what a node of ours writes on itself after a run: two lines, or less, or more.
-const STATUS = 50, STATUS_OF = {PascalTileSize: 30, Pascal8Bit: 70}, OF_SEVERAL_PARTS = 100;
+const STATUS = 50, STATUS_OF = {Pascal8Bit: 70}, OF_SEVERAL_PARTS = 100;
 const WIDGET_MORE = 14;  // what a widget is taller in the other design
 const BYPASSED = 4;  // the front end's number for it
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"

@@ -61,9 +61,8 @@ def sd15() -> Sheet:
     model, clip, vae = parts.checkpoint(sheet, parts.SD15)
     parts.note(sheet, "Stable Diffusion 1.5, 768x768", notes.SD15)
     latent = parts.latent(sheet, 768, 768)
-    tile = sheet.add("tile", "PascalTileSize", tokens=9216, heads=8, head_dim=40)
     model = sheet.add("int8", "Pascal8Bit", bypassed=True, model=model)  # not exact: users get it only if they ask
-    model = sheet.add("attention", "PascalAttentionPatch", size=(PATCH, 0), model=model, tile_size=tile)
+    model = sheet.add("attention", "PascalAttentionPatch", size=(PATCH, 0), model=model)
     model = sheet.add("ffn", "PascalFFNChunking", model=model)
     clip = sheet.add("text_attention", "PascalTextEncoderAttention", clip=clip)
     vae = sheet.add("vae_attention", "PascalVAEAttention", vae=vae)
@@ -76,7 +75,7 @@ def sd15() -> Sheet:
     parts.save(sheet, image, "pascal/sd15")
     pascal = ["attention", "ffn", "text_attention", "vae_attention"]
     texts, sampling = ["positive", "negative"], ["sampler", "decode"]
-    parts.frames(sheet, ["checkpoint", "latent", "tile"], pascal, texts, sampling, ["save"], "sampler", ["int8"])
+    parts.frames(sheet, ["checkpoint", "latent"], pascal, texts, sampling, ["save"], "sampler", ["int8"])
     return sheet
 
 

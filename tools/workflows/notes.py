@@ -17,7 +17,7 @@ Every node of the pack in one graph, on a small model.
 
 - **Pascal Attention Patch** is the one that most need: with MODEL, CLIP and VAE it does what **FFN Chunking**, **Text
   Encoder** and **VAE Attention** do one by one.
-- **Pascal Tile Size**, **Memory Estimate**: before the run.
+- **Pascal Memory Estimate**: before the run.
 - **Pascal 8-Bit**, bypassed: not exact, fast on old cards.
 
 Bypassed (Ctrl+B), a node leaves the picture bit for bit as it was.

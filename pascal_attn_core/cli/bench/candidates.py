@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import AttentionConfig, sdpa
-from ...capture import CapturedCall
+from ...call import Arguments
 from ...reference.checks import gap
 from ...routes import route_names
 from ..oracle import reference, spread_rows
@@ -42,8 +42,8 @@ class Candidate:
     """
 
     name: str
-    prepare: Callable[[CapturedCall], Attend]
-    extra_bytes: Callable[[CapturedCall], int] = lambda call: 0
+    prepare: Callable[[Arguments], Attend]
+    extra_bytes: Callable[[Arguments], int] = lambda call: 0
 
 
 #: what a program adds to the candidates, see tools/peers.py
@@ -77,7 +77,7 @@ def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candid
     return [c for c in candidates if c.name == BASELINE or c in wanted]
 
 
-def torch_kernel(call: CapturedCall) -> str:
+def torch_kernel(call: Arguments) -> str:
     """The kernel that torch's own function picks for a call: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``."""
     try:
         choice = torch._fused_sdp_choice(call.query, call.key, call.value, call.attn_mask, **_options(call))
@@ -86,17 +86,17 @@ def torch_kernel(call: CapturedCall) -> str:
     return next((name for name, backend in _BACKENDS.items() if int(backend) == choice), "math")
 
 
-def _by(attend: Callable[..., Tensor], **more: Any) -> Callable[[CapturedCall], Attend]:
+def _by(attend: Callable[..., Tensor], **more: Any) -> Callable[[Arguments], Attend]:
     """``prepare`` of a candidate that takes the mask and the options of a call as torch's function does."""
 
-    def prepare(call: CapturedCall) -> Attend:
+    def prepare(call: Arguments) -> Attend:
         options = {"attn_mask": call.attn_mask, **_options(call), **more}
         return lambda query, key, value: attend(query, key, value, **options)
 
     return prepare
 
 
-def _torch_by(backend: SDPBackend) -> Callable[[CapturedCall], Attend]:
+def _torch_by(backend: SDPBackend) -> Callable[[Arguments], Attend]:
     return _by(sdpa_kernel(backend)(F.scaled_dot_product_attention))
 
 
@@ -104,23 +104,23 @@ def _ours(name: str, config: AttentionConfig) -> Candidate:
     return Candidate(f"ours-{name}", _by(sdpa, config=config))
 
 
-def _options(call: CapturedCall) -> dict[str, Any]:
+def _options(call: Arguments) -> dict[str, Any]:
     return {name: getattr(call, name) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
 
 
-def _score_bytes(call: CapturedCall) -> int:
+def _score_bytes(call: Arguments) -> int:
     """Scores and probabilities in float32, as torch's math attention keeps them."""
     return 2 * 4 * math.prod(call.query.shape[:-1]) * call.key.shape[-2]
 
 
-def _torch_bytes(call: CapturedCall) -> int:
+def _torch_bytes(call: Arguments) -> int:
     return _score_bytes(call) if torch_kernel(call) == "math" else 0
 
 
 # ---- on one call -----------------------------------------------------------------------------------------------------
 
 
-def race(call: CapturedCall, candidates: list[Candidate], settings: BenchSettings, *progress: Any) -> list[Result]:
+def race(call: Arguments, candidates: list[Candidate], settings: BenchSettings, *progress: Any) -> list[Result]:
     """One result per candidate, in their order; the first is the unit of the ratios."""
     rows = spread_rows(call.query.shape[-2], settings.error_rows).to(call.query.device)
     tensors: tuple[Tensor, ...] = (call.query, call.key, call.value)
@@ -154,7 +154,7 @@ def race(call: CapturedCall, candidates: list[Candidate], settings: BenchSetting
     return compete(entrants, error_of, operations, call.query.device, settings, *progress)
 
 
-def _gradients(call: CapturedCall, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients(call: Arguments, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the output: one to time, and one to check, which is zero but in some rows: far less work for the
     reference, but a card draws less power over zeros and may run faster."""
     size = (*call.query.shape[:-1], call.value.shape[-1])
@@ -164,7 +164,7 @@ def _gradients(call: CapturedCall, rows: Tensor) -> tuple[Tensor, Tensor]:
     return drawn, sparse
 
 
-def needed_operations(call: CapturedCall, *, backward: bool = False) -> int:
+def needed_operations(call: Arguments, *, backward: bool = False) -> int:
     """Operations of the products that the definition has, a multiply-add counted as two: 2 products forward, and 5 more
     for the gradients, one of them Q K^T again. What ``is_causal`` forbids is not counted, what a mask forbids is."""
     (rows, head_dim), keys, head_dim_v = call.query.shape[-2:], call.key.shape[-2], call.value.shape[-1]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...capture import CapturedCall
+from ...call import Arguments
 
 _VALID_SHARE = 0.6
 _MAX_SIZE = (1 << 31) - 1
@@ -54,7 +54,7 @@ class Shape:
         mask = "" if self.mask == "none" else f" mask {self.mask}"
         return f"B{self.batch} {heads} {tokens} D{self.head_dim} {self.dtype}{rule}{mask}"
 
-    def make(self, device: torch.device | str = "cpu", *, seed: int = 0) -> CapturedCall:
+    def make(self, device: torch.device | str = "cpu", *, seed: int = 0) -> Arguments:
         """The tensors of this shape: normal random numbers, the same for every run with this seed."""
         generator = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, self.dtype)
@@ -64,14 +64,13 @@ class Shape:
                 return torch.empty(size, dtype=dtype, device=device)
             return torch.randn(size, generator=generator).to(device=device, dtype=dtype)
 
-        return CapturedCall(
+        return Arguments(
             query=normal(self.batch, self.num_heads, self.seq_len_q, self.head_dim),
             key=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
             value=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
             attn_mask=self._mask(generator, device, dtype),
             is_causal=self.is_causal,
             enable_gqa=self.num_heads != self.num_kv_heads,
-            name=self.name,
         )
 
     def _mask(self, generator: torch.Generator, device: torch.device | str, dtype: torch.dtype) -> Tensor | None:

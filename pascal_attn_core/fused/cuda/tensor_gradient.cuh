@@ -52,11 +52,17 @@ INLINE Place find_place(const Params& p, int z) {
     Place at;
     at.b = z + p.first_batch;
     const Sequence s = sequence_at(p, at.b);
-    // Under a causal rule the tiles with the most columns go first, those of all heads: the last queries, the first keys.
+    // Under a causal rule the tiles with the most columns go first: the last queries, the first keys. They do so of all
+    // heads, where padding and a cap leave the registers.
     const bool is_causal = s.band.high < s.lk;
+#if PA_PAD || PA_CAPPED && (PA_KEYS || PA_D > 64)
+    const int tile = (int)blockIdx.x;
+    at.head = blockIdx.y;
+#else
     const int block = (int)(blockIdx.y * gridDim.x + blockIdx.x), heads = (int)gridDim.y;
     const int tile = is_causal ? block / heads : (int)blockIdx.x;
     at.head = is_causal ? block - tile * heads : (int)blockIdx.y;
+#endif
 #if PA_PACKED
     at.first_q = p.cu_q[at.b];
     at.first_k = p.cu_k[at.b];

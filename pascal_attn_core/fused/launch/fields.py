@@ -13,7 +13,8 @@ from ...call import AttentionCall
 
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # a side of the band that cuts nothing
-_STRIDE = 1 << 26  # offsets within a staged chunk are 32-bit numbers
+# Offsets within a tile are 32-bit numbers: those of 128 rows of float16, in bytes, on AMD's matrix units.
+MOST_STRIDE = 1 << 24
 
 
 def rows_are_readable(tensor: Tensor, elements: int = 4) -> bool:
@@ -27,7 +28,7 @@ def rows_are_readable(tensor: Tensor, elements: int = 4) -> bool:
             if stride % elements:
                 return False
             innermost = stride
-    return innermost < _STRIDE
+    return innermost < MOST_STRIDE
 
 
 class View(NamedTuple):

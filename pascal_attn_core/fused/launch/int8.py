@@ -14,6 +14,7 @@ from ..code.params import Int8Attention, Pack
 from ..code.source import Variant
 from . import Launch
 from .fields import LOG2_E, View, band_of, common_fields, mask_bits, mask_tiles, result_fields, steps, view_of
+from .int8_definition import shifts
 from .plan import Plan
 
 _SLICE_BYTES = 64 << 20  # of words and scales
@@ -24,23 +25,24 @@ def int8_launches(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | No
     """The launches that write out ``[*batch, Hq, L, Dv]`` and, where given, lse ``[*batch, Hq, L]``.
 
     Extra memory: the bits of a mask, and for each row of Q, K and V its head_dim in the table and 4 to 8 bytes. The
-    heads are computed in slices that fit 64 MiB, of at least one head of K and V with its heads of Q.
+    heads are computed in slices that fit 64 MiB, of at least one head of K and V with its heads of Q. The K or
+    V of a slice is copied to float32 for a moment.
     """
     view = view_of(call, out, *(() if lse is None else (lse,)))
     mask = _MaskTiles.of(call, plan.forward, view)
-    means = tuple(t.mean(dim=-2, dtype=torch.float32).contiguous() for t in (view.key, view.value))
     launches = [] if mask is None else [mask.launch]
     words: _Words | None = None
     for batches, heads in _slices(call, plan.forward, view):
         of_query = slice(heads.start * call.groups, heads.stop * call.groups)
         tensors = view.query[batches, of_query], view.key[batches, heads], view.value[batches, heads]
-        part = View(*tensors, None, tuple(t[batches, of_query] for t in view.rest))
+        of_rows = None if view.mask is None else view.mask[batches, of_query]
+        part = View(*tensors, of_rows, tuple(t[batches, of_query] for t in view.rest))
         words = words or _Words.of(plan.forward, part)
-        of_part = tuple(mean[batches, heads] for mean in means)
-        launches += _pack_launches(call, plan.forward, part, words, of_part)
+        means = tuple(t.contiguous() for t in shifts(call, part, plan.forward.head_dim))
+        launches += _pack_launches(call, plan.forward, part, words, means)
         of_mask = {} if mask is None else mask.fields(batches.start, of_query.start)
         keep = (*view.tensors, *words, *means, *(() if mask is None else (mask.bits, mask.flags)))
-        launches.append(_attention_launch(call, plan.forward, part, words, of_part, of_mask)._replace(keep=keep))
+        launches.append(_attention_launch(call, plan.forward, part, words, means, of_mask)._replace(keep=keep))
     return launches
 
 

@@ -61,7 +61,7 @@ def compute(call: AttentionCall, out: Tensor, lse: Tensor | None = None, arch: s
 def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Words:
     """Q, K and V in 8 bits, with ``table_dim`` channels and the keys in tiles of ``tile_keys``."""
     query, keys, values = (t.float() for t in view[:3])
-    mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])
+    mean_key, mean_value = shifts(call, view, table_dim)
     count = call.seq_len_kv
 
     def rotated(x: Tensor) -> Tensor:
@@ -90,6 +90,41 @@ def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Wor
     )
 
 
+def shifts(call: AttentionCall, view: View, table_dim: int) -> tuple[Tensor, Tensor]:
+    """What is subtracted from each key, ``[B, Hkv, D]``, and from each value, ``[B, Hkv, Dv]``, in float32: their means
+    over the keys that some row may look at.
+
+    The second is moved by up to half a step of 8 bits, so that the value of one key has no rounding error: the key with
+    the highest score of the mean query. An attention sink has nearly all of the weight and often a small value; its own
+    rounding error, which is that of the mean, would be larger than the output."""
+    live = _live_keys(call, view)
+    if live is None:
+        mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])
+    else:
+        shares = live / live.sum(dim=-1, keepdim=True).clamp_min(1)
+        mean_key, mean_value = ((shares[..., None, :] @ t.float()).squeeze(-2) for t in view[1:3])
+    mean_query = view.query.unflatten(1, (-1, call.groups)).mean(dim=(2, 3), dtype=torch.float32)
+    scores = (view.key.float() @ mean_query[..., None]).squeeze(-1)
+    top = (scores if live is None else scores.masked_fill(~live, -math.inf)).argmax(dim=-1)
+    own = view.value.take_along_dim(top[..., None, None], dim=2).squeeze(2).float()
+    wide = _rotated(torch.nn.functional.pad(mean_value - own, (0, table_dim - own.shape[-1])))
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_min(LEAST_SCALE) / 127
+    return mean_key, own + _rotated(torch.round(wide / scale) * scale)[..., : own.shape[-1]]
+
+
+def _live_keys(call: AttentionCall, view: View) -> Tensor | None:
+    """Which keys some row of a group of heads may look at, bool ``[B or 1, Hkv or 1, S]``; None: all."""
+    low, high = band_of(call)
+    keys = torch.arange(call.seq_len_kv, device=view.key.device)
+    live = ((keys >= low) & (keys < call.seq_len_q + high))[None, None]
+    if view.mask is None:
+        return live if low > 0 or call.seq_len_q + high < call.seq_len_kv else None
+    once = view.mask[tuple(slice(1 if step == 0 else None) for step in view.mask.stride()[:3])].any(dim=-2)
+    if once.shape[1] > 1:
+        once = once.unflatten(1, (-1, call.groups)).any(dim=2)
+    return live & once
+
+
 def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | AmdGeometry) -> tuple[Tensor, Tensor]:
     """(out, lse) in float32."""
     cols, tx = geometry.cols, geometry.tx
@@ -103,7 +138,9 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
         scores = words.q @ k[..., tile, :].mT + MAGIC  # exact, as the products below: whole numbers below 2**24
         scores = fma(scores, b[..., None, tile], -MAGIC * b[..., None, tile])
         scores = fma(scores, words.q_scales[..., None], logs[..., None, tile])
-        scores = scores.masked_fill(~_allowed(call, view, first, cols), -math.inf)
+        allowed = _allowed(call, view, first, cols)
+        reads = _of_blocks(allowed.any(dim=-1, keepdim=True), geometry.rows)
+        scores = scores.masked_fill(~allowed, -math.inf)
         top = scores.nan_to_num(_float32(LOWEST), math.inf, -math.inf).amax(dim=-1).clamp_min(_float32(LOWEST))
         rises = top > top_run + SLACK
         fade = torch.where(rises, exp2(top_run - top), 1.0)
@@ -111,9 +148,9 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
         parts, sums = parts * fade[..., None], sums * fade[..., None]
         weight = exp2(top - top_run)[..., None]
         probs = exp2(scores - top[..., None])
-        parts = fma(_of_threads(probs, inverses[..., tile], tx), weight, parts)
+        parts = torch.where(reads, fma(_of_threads(probs, inverses[..., tile], tx), weight, parts), parts)
         codes = torch.round(probs.double() * LARGEST).float().nan_to_num(0.0)
-        sums = fma(codes @ v[..., tile, :], weight, sums)
+        sums = torch.where(reads, fma(codes @ v[..., tile, :], weight, sums), sums)
     while parts.shape[-1] > 1:
         parts = parts[..., 0::2] + parts[..., 1::2]
     is_empty, total = parts == 0, parts[..., 0]
@@ -135,6 +172,12 @@ def _allowed(call: AttentionCall, view: View, first: int, cols: int) -> Tensor:
         return allowed
     mask = view.mask[..., first : first + cols]
     return allowed & torch.nn.functional.pad(mask, (0, cols - mask.shape[-1]))
+
+
+def _of_blocks(seen: Tensor, rows: int) -> Tensor:
+    """Whether a block reads a tile: where one of its ``rows`` sees a key of it, bool as ``seen`` ``[..., L, 1]``."""
+    blocks = torch.nn.functional.pad(seen, (0, 0, 0, -seen.shape[-2] % rows)).unflatten(-2, (-1, rows))
+    return blocks.any(dim=-2, keepdim=True).expand_as(blocks).flatten(-3, -2)[..., : seen.shape[-2], :]
 
 
 def _of_threads(probs: Tensor, inverses: Tensor, tx: int) -> Tensor:

@@ -101,11 +101,11 @@ class Repeat(NamedTuple):
             for begin, end in self.zeroed:
                 scratch[begin:end].zero_()
         found: list[Params] = []
-        for (launch, *_), moves in zip(self.loaded, self.moves):
+        for each, moves in zip(self.loaded, self.moves):
             if moves is None:  # the same as those of the launch before
                 found.append(found[-1])
                 continue
-            params = type(launch.params).from_buffer_copy(launch.params)
+            params = type(each.launch.params).from_buffer_copy(each.launch.params)
             for name, place, offset in moves:
                 setattr(params, name, addresses[place] + offset)
             for name, number in numbers.items():

@@ -32,7 +32,7 @@ def _drawn(place: int, arch: str, table: list[Case]) -> Case:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("place", range(times(3)))
+@pytest.mark.parametrize("place", range(times(2)))
 def test_calls_of_the_table_give_the_answer_of_the_definition(place: int, arch: str) -> None:
     _check(arch, _drawn(place, arch, TAKEN))
 
@@ -129,7 +129,7 @@ def test_pairs_of_float16_are_as_exact_as_plain_attention_in_float16(arch: str) 
             ("gfx1010", BFLOAT16, 60, "float [L, S]"),
             ("gfx1030", FLOAT32, 40, "none"),
         ],
-        2,
+        3,
     ),
 )
 def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, dim: int, mask: str) -> None:
@@ -137,7 +137,9 @@ def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, di
     cases.check_gradients(_check(arch, case), case)
 
 
-@pytest.mark.parametrize(("arch", "dim", "factor"), [("gfx906", 64, 1.0), ("gfx1030", 128, 1.0), ("gfx906", 40, 1e-3)])
+@pytest.mark.parametrize(
+    ("arch", "dim", "factor"), some([("gfx906", 64, 1.0), ("gfx1030", 128, 1.0), ("gfx906", 40, 1e-3)], 2)
+)
 def test_gradients_of_pairs_are_as_exact_as_plain_attention_in_float16(arch: str, dim: int, factor: float) -> None:
     """Probabilities of some 1,000 keys and dS are rounded to float16. factor: of the gradient of the output; at the
     smallest what is plain loses most of its bits."""

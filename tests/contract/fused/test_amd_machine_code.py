@@ -123,7 +123,7 @@ def _of(variant: Variant, queries: int, keys: int) -> Case:
 
 
 @pytest.mark.parametrize(
-    "variant", some((v for v in _SHIPPED if v.kind != "int8"), 3), ids=lambda variant: variant.name
+    "variant", some((v for v in _SHIPPED if v.kind != "int8"), 5), ids=lambda variant: variant.name
 )
 def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> None:
     """They compute whole tiles, join the parts of the keys, or compute the last rows with their keys in ranges."""
@@ -143,7 +143,7 @@ def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> 
     assert (plan.forward, plan.splits > 1) == (variant, parts)
 
 
-@pytest.mark.parametrize("variant", [v for v in _SHIPPED if v.kind == "int8"], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", some((v for v in _SHIPPED if v.kind == "int8"), 2), ids=lambda v: v.name)
 def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +165,7 @@ def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
     assert sum(count for name, count in executed.items() if name.startswith("v_dot4")) > 1000
 
 
-@pytest.mark.parametrize("variant", some(_GGUF, 4), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", some(_GGUF, 8), ids=lambda variant: variant.name)
 def test_shipped_products_with_gguf_weights_have_the_bits_of_their_definition(variant: GgufLinearVariant) -> None:
     """The product of many rows, and of few rows by both kernels for them."""
     columns, generator = FORMATS[variant.format].weights * 3, torch.Generator().manual_seed(3)
@@ -183,7 +183,7 @@ def test_shipped_products_with_gguf_weights_have_the_bits_of_their_definition(va
         assert torch.equal(out, verify_linear.expected_product(call, function).to(dtype))
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [("gfx906", FLOAT16), ("gfx1030", FLOAT16)])
+@pytest.mark.parametrize(("arch", "dtype"), some([("gfx906", FLOAT16), ("gfx1030", FLOAT16)], 2))
 def test_shipped_kernels_keep_sequences_apart(arch: str, dtype: torch.dtype) -> None:
     """One without queries, one without keys, and tokens behind the last one, which hold NaN."""
     lengths = [5, 70, 0, 1, 20], [9, 90, 30, 1, 0]
@@ -205,7 +205,7 @@ def test_shipped_kernels_keep_sequences_apart(arch: str, dtype: torch.dtype) -> 
         assert_close(own[:, :, :end], true[:, :, :end], plain_answer[:, :, :end], what, dtype=dtype)
 
 
-@pytest.mark.parametrize("arch", some(["gfx1030-no-dot", *ARCHS, "gfx1031", "gfx906-no-dot"], 4))
+@pytest.mark.parametrize("arch", some(["gfx1030-no-dot", *ARCHS, "gfx1031", "gfx906-no-dot"], 7))
 def test_cards_execute_dot_products_of_pairs_only_where_they_have_them(arch: str) -> None:
     """The names of all instructions that were executed. The code is read as that of the card that it names."""
     executed: Counter[str] = Counter()
@@ -265,7 +265,6 @@ FLOAT, BOOL = "-inf some rows empty", "bool some rows empty"
     ("arch", "dtype", "dim", "mask"),
     [
         ("gfx906", FLOAT16, 60, FLOAT),
-        ("gfx1010", FLOAT32, 36, "none"),
         *((a, *c) for a in ARCHS for c in ((FLOAT32, 60, FLOAT), (FLOAT16, 100, BOOL), (BFLOAT16, 60, FLOAT)) if EVERY),
     ],
 )
@@ -277,7 +276,6 @@ def test_columns_that_do_not_exist_and_added_masks(arch: str, dtype: torch.dtype
 @pytest.mark.parametrize(
     ("arch", "dtype", "dim", "mask", "parts"),
     [
-        ("gfx906", FLOAT32, 64, "none", True),
         ("gfx1030", FLOAT16, 64, BOOL, False),
         *((arch, FLOAT16, 128, FLOAT, parts) for arch in ARCHS for parts in (False, True) if EVERY),
     ],
@@ -361,7 +359,7 @@ OUTCOMES: dict[str, tuple[Callable[..., int], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), some(itertools.product(OUTCOMES, ["gfx906", "gfx1030", "gfx1102", "gfx900"]), 5)
+    ("name", "arch"), some(itertools.product(OUTCOMES, ["gfx906", "gfx1030", "gfx1102", "gfx900"]), 9)
 )
 def test_changed_code_and_changed_parameters_are_noticed(name: str, arch: str) -> None:
     """The result is right, wrong, or the kind of error that an instruction met."""

@@ -75,8 +75,11 @@ def test_sageattn_in_8_bits_takes_a_kernel_that_was_checked_and_else_is_exact(is
     assert is_right == bool(1e-3 < (found - expected).norm() / expected.norm() < 0.02)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize(("config", "options"), [(FUSED, {}), (AUTO, {"window": (20, 0)})], ids=["by name", "auto"])
+@pytest.mark.parametrize(
+    ("config", "options", "use_reentrant"),
+    [(FUSED, {}, False), (AUTO, {"window": (20, 0)}, True)],
+    ids=["by name", "auto"],
+)
 def test_the_first_training_step_with_gradient_checkpointing(
     kernels: CardKernels, config: AttentionConfig, options: dict[str, Any], use_reentrant: bool
 ) -> None:
@@ -279,7 +282,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", some(VARIANTS, 2), ids=lambda variant: variant.name)
 def test_a_right_kernel_passes_the_first_check_and_a_wrong_one_does_not(variant: Variant) -> None:
     tolerance, (right, wrong), text = verify.tolerance(variant), WRONG[variant.kind], source(variant.kind)
     assert verify.largest_error(variant, CPU, emulate) <= tolerance / 4

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.fields import MOST_STRIDE
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
@@ -91,7 +92,7 @@ def test_batch_elements_may_lie_far_apart() -> None:
 
 
 def test_tokens_may_lie_far_apart() -> None:
-    step = (1 << 26) - 64  # the largest that the kernels take
+    step = MOST_STRIDE - 64
     memory = address_space(129 * step, FLOAT16)
     key = memory.as_strided((1, 1, 129, 64), (0, 0, step, 1))
     key.copy_(torch.randn(key.shape))

@@ -256,6 +256,10 @@ EDGES: dict[str, tuple[Callable[[int], list[Tensor]], float]] = {
         0.02,
     ),
     "an attention sink": (_sink, 0.02),
+    "an attention sink beside values with a common part": (
+        lambda d: [*_sink(d)[:2], _normal(700, d) + 2 * (torch.arange(700) != 5)[:, None] * _normal(1, d)],
+        0.02,
+    ),
     "keys that grow": (
         lambda d: [_normal(70, d), torch.linspace(0.2, 6, 400)[:, None] * _normal(400, d), _normal(400, d)],
         0.05,
@@ -285,6 +289,25 @@ def test_an_edge_has_the_bits_of_the_definition_and_its_error_stays_small(name: 
     assert error_of(found[0], exact([*inputs, None][:4], {})[0]) <= largest
 
 
+@pytest.mark.parametrize("rule", ["[B, 1, 1, S]", "[B, H, L, S]", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_that_no_row_sees_change_nothing(dim: int, rule: str) -> None:
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(2, 4, 77, dim)[:, :heads] for heads in (4, 2, 2))
+    padding = 300 * torch.randn(2, 1, 1, dim).expand(2, 2, 200, dim)
+    inputs = [query, torch.cat([key, padding], 2), torch.cat([value, padding], 2)]
+    mask = (torch.arange(277) < 77).expand(2, 1, 1, 277)
+    if rule == "causal":
+        call = check_call(*inputs, is_causal=True, enable_gqa=True)
+        allowed = torch.ones(77, 77, dtype=torch.bool).tril()
+    else:
+        call = check_call(*inputs, mask if rule == "[B, 1, 1, S]" else mask.repeat(1, 4, 77, 1), enable_gqa=True)
+        allowed = None
+    found = emulated(call)
+    assert same_bits(found, defined(call))
+    assert error_of(found[0], exact([query, key, value, allowed], {"enable_gqa": True})[0]) <= TYPICAL
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, NAN_OF_CARDS])
 @pytest.mark.parametrize("which", range(3))
 def test_what_is_not_finite_reaches_the_rows_that_depend_on_it(which: int, number: float) -> None:
@@ -297,6 +320,20 @@ def test_what_is_not_finite_reaches_the_rows_that_depend_on_it(which: int, numbe
     rows = found[0].isfinite().all(dim=-1)
     assert rows[0, 1].all()
     assert rows[0, 0].sum() == (69 if which == 0 else 0)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_what_is_not_finite_does_not_reach_blocks_of_rows_without_a_key(which: int) -> None:
+    torch.manual_seed(1)
+    inputs = [torch.randn(1, 2, n, 64) for n in (300, 150, 150)]
+    inputs[which] = _with(inputs[which], math.nan)
+    mask = (torch.arange(300)[:, None] < 100).expand(1, 1, 300, 150)
+    call = check_call(*inputs, mask)
+    out, lse = found = emulated(call)
+    assert same_bits(found, defined(call))
+    assert out[0, 0, :100].isnan().all()
+    assert not out[0, :, 128:].any()
+    assert lse[0, :, 128:].eq(-math.inf).all()
 
 
 @pytest.mark.parametrize("text", ["PA_BC=256", "PA_D=512"])

@@ -85,7 +85,7 @@ _OTHERS = [(kind, {"gfx906": "gfx1030"}.get(arch, "gfx906"), dtype) for kind, ar
 
 @pytest.mark.parametrize(
     "kernel",
-    [*_PLAIN, *(pytest.param(k, marks=pytest.mark.slow) for k in some(_AMD, 6) + _OTHERS * (times(1) > 1))],
+    [*some(_PLAIN, 2), *(pytest.param(k, marks=pytest.mark.slow) for k in some(_AMD, 6) + _OTHERS * (times(1) > 1))],
     ids=str,
 )
 def test_a_kernel_without_any_one_barrier_is_wrong(kernel: Kernel) -> None:

@@ -77,7 +77,7 @@ SIZES = [
 
 
 @pytest.mark.usefixtures("free_parts")
-@pytest.mark.parametrize(("num_sms", "case"), some(SIZES, 11), ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(("num_sms", "case"), some(SIZES, 16), ids=lambda value: getattr(value, "name", None))
 def test_cut_tiles_have_the_answer_of_the_definition(num_sms: int, case: Case, card: DeviceInfo) -> None:
     """Sinks are added once to a tile in parts."""
     inputs, rules = case.build()

@@ -67,7 +67,7 @@ def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
     assert_close(lse, oracle_lse, similar_lse, "lse", dtype=out.dtype)
 
 
-_CALLS = [(case, is_full) for is_full, every in ((False, 40), (True, 60)) for case in some(TAKEN, every)]
+_CALLS = [(case, is_full) for is_full, every in ((False, 60), (True, 90)) for case in some(TAKEN, every)]
 
 
 @pytest.mark.parametrize(("case", "is_full"), _CALLS, ids=lambda value: getattr(value, "name", value))
@@ -102,7 +102,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "small"])
-@pytest.mark.parametrize("case", some(SIZES, 9), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(SIZES, 13), ids=lambda case: case.name)
 def test_every_geometry_is_right(case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are small on a card of many multiprocessors."""
     if is_wide:
@@ -115,7 +115,7 @@ def test_every_geometry_is_right(case: Case, is_wide: bool, card: DeviceInfo, mo
 
 
 @pytest.mark.parametrize("info", [RX_7600, RX_9070], ids=lambda info: info.arch)
-@pytest.mark.parametrize("case", some([case for case in SIZES if case.query[-1] != 40], 6), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some([case for case in SIZES if case.query[-1] != 40], 10), ids=lambda case: case.name)
 def test_bfloat16_on_amds_matrix_units(case: Case, info: DeviceInfo) -> None:
     """gfx12 has other fragments than gfx11."""
     with emulated_card(info=replace(info, num_sms=1)) as kernels:

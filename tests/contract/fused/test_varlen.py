@@ -69,7 +69,7 @@ def _run(
     plan = find_plan(call, AttentionConfig(), packed=packed)
     assert not isinstance(plan, list)
     with poisoned_memory():
-        out, lse = run_packed(call, AttentionConfig(), plan, with_lse=True, why="", sequences=lambda: ())
+        out, lse = run_packed(call, AttentionConfig(), plan, with_lse=True, why="")
     assert lse is not None
     return out, lse
 

@@ -192,16 +192,6 @@ def test_patches_work_together_in_any_order(server: ComfyServer) -> None:
         assert largest_difference(ours, stock(server) if is_exact else alone) < (ROUNDING if is_exact else 0.1)
 
 
-def test_a_tile_size_goes_into_the_attention_patch(server: ComfyServer) -> None:
-    graph, shape = Graph(), {"tokens": 96, "heads": 2, "head_dim": 40, "dtype": "float32", "budget_mib": 0}
-    size = graph.add("PascalTileSize", mode="from the card", **shape)
-    kind, inputs = TILED
-    model = graph.add(kind, model=graph.load("sd15"), **{**inputs, "tile_size": size})
-    ours = capture(server, graph, graph.sample(model, FAMILIES["sd15"]))[0]
-    assert largest_difference(ours, stock(server)) < ROUNDING
-    assert ours.says("tiles of 96 keys")
-
-
 SEEDS = count(1)
 
 

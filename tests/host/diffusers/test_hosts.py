@@ -1,6 +1,7 @@
 """Ours beside what diffusers, accelerate and torch do to a model: offloading, caches, parallelism, compilation."""
 
 import functools
+import itertools
 from typing import Any
 
 import diffusers
@@ -8,11 +9,8 @@ import pytest
 import torch
 from attn_support import tiny_pipelines as tiny
 from attn_support.randomness import some
-from attn_support.tiny_pipelines import FAMILIES, SOME, assert_same, do
+from attn_support.tiny_pipelines import SOME, assert_same, do
 
-from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import patch_attention
-from pascal_attn_core.sdpa_patch import patch_sdpa
 from tools.families.proof import counted, outputs
 
 CPU = torch.device("cpu")
@@ -37,9 +35,10 @@ def in_sequence(model, _):
     assert any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
-@pytest.mark.parametrize("by", ["leaf_level", "block_level", "accelerate"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "by", "ours_first"),
+    some(itertools.product(SOME, ("leaf_level", "block_level", "accelerate"), (True, False)), 4),
+)
 def test_offloaded_it_gives_the_output_of_stock(name, by, ours_first, put_on):
     if by == "block_level" and name == "AutoencoderKL":
         pytest.skip("an autoencoder has no stack of blocks")
@@ -103,16 +102,6 @@ def test_a_family_compiles_to_one_graph(name, put_on):
     assert calls  # seen while tracing
 
 
-def test_a_patch_inside_the_process_wide_one_decides(routed):
-    family = FAMILIES["FluxTransformer2DModel"]
-    model = family.build()
-    stock = outputs(family, model)
-    inner = AttentionConfig(budget_mib=2)
-    with patch_sdpa(AttentionConfig(budget_mib=1)), patch_attention(model, inner):
-        assert_same(outputs(family, model), stock)
-    assert [call["config"] for call in routed] == [inner] * 2
-
-
 ATTENTION_CACHE = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 1001)}
 CACHES: dict[str, dict[str, Any]] = {
     "PyramidAttentionBroadcastConfig": ATTENTION_CACHE,
@@ -133,8 +122,7 @@ def enable_cache(case: tiny.Tiny, name: str) -> None:
     case.denoiser.enable_cache(getattr(diffusers, name)(**CACHES[name], **now))
 
 
-@pytest.mark.parametrize("is_ours_first", [False, True])
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(("name", "is_ours_first"), some(itertools.product(CACHES, (False, True)), 3))
 def test_a_cache_that_skips_attention_gives_its_stock_output(name, is_ours_first, put_on, routed):
     stock_case, case = ((tiny.cogvideox if "Pyramid" in name else tiny.flux)() for _ in range(2))
     for each in (stock_case, case):

@@ -148,7 +148,7 @@ def test_whole_models_from_a_file_err_less_than_in_bfloat16_and_layers_with_outl
         assert 0.004 < report.worst.error < 0.015
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", some(["after", "before"], 2))
 def test_lora_stays_in_float(unet: nn.Module, when: str) -> None:
     base = run(unet)
     if when == "before":
@@ -171,7 +171,7 @@ def test_lora_stays_in_float(unet: nn.Module, when: str) -> None:
     assert error_of(out, expected) < 0.02
 
 
-@pytest.mark.parametrize("is_safe", [False, True])
+@pytest.mark.parametrize("is_safe", some([False, True], 2))
 def test_adapters_are_fused_into_rounded_weights_and_taken_out(unet: nn.Module, is_safe: bool) -> None:
     base = run(unet)
     add_lora(unet)
@@ -207,7 +207,7 @@ def test_training_an_adapter_over_rounded_weights(unet: nn.Module) -> None:
     assert sum(error_of(found[name], expected[name]) for name in found) / len(found) < 0.05
 
 
-@pytest.mark.parametrize(("offload", "is_first"), [("leaf_level", False), ("block_level", True)])
+@pytest.mark.parametrize(("offload", "is_first"), some([("block_level", True), ("leaf_level", False)], 2))
 def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_first: bool) -> None:
     hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
     blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
@@ -223,7 +223,7 @@ def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_firs
     assert 0 < error_of(out, expected) < 0.02
 
 
-@pytest.mark.parametrize(("dtype", "is_first"), some(itertools.product(FLOATS_8, [False, True]), 3), ids=str)
+@pytest.mark.parametrize(("dtype", "is_first"), some(itertools.product(FLOATS_8, [False, True]), 4), ids=str)
 def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: torch.dtype, is_first: bool) -> None:
     patch = patch_linear_int8(unet) if is_first else None
     if is_first:
@@ -243,7 +243,7 @@ def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: t
     assert 0 < error_of(out, expected) < (0.2 if is_first else 0.02)
 
 
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("is_first", some([True, False], 2))
 def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_why(
     unet: nn.Module, is_first: bool
 ) -> None:

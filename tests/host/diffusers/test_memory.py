@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attn_support import tiny_pipelines as tiny
+from attn_support.randomness import some
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pascal_attn_core import AttentionConfig
@@ -42,7 +43,7 @@ def peak(net, inputs, device="cpu"):
     return memory.peak_bytes, memory.largest_tensor_bytes
 
 
-@pytest.mark.parametrize("model", [unet, flux], ids=["unet", "dit"])
+@pytest.mark.parametrize("model", some([flux, unet], 2))
 def test_a_model_at_9k_tokens_takes_memory_for_its_own_activations_only(model, monkeypatch):
     net, inputs = model()
     budget_mib = 2

@@ -104,25 +104,6 @@ def test_a_processor_decides_over_a_patch_around_it(family, patched_first, route
     assert [call["config"] for call in routed] == [inner] * calls.count
 
 
-def test_a_guider_that_skips_scores_acts_first(put_on):
-    layer_skip = pytest.importorskip("diffusers.hooks.layer_skip", reason="this diffusers has no guiders")
-
-    def skipping():
-        module = tiny.tiny_unet().mid_block.attentions[0].transformer_blocks[0].attn1
-        return module, torch.randn(1, 5, module.query_dim, generator=torch.Generator().manual_seed(0))
-
-    module, x = skipping()
-    plain = module(x)
-    with layer_skip.AttentionScoreSkipFunctionMode():
-        stock = module(x)
-    assert not torch.allclose(stock, plain)
-    tiled = AttentionConfig(route="tiled")  # a route that makes no call which the guider could still catch
-    put_on(module, tiled)
-    with layer_skip.AttentionScoreSkipFunctionMode():
-        assert_same(module(x), stock)
-    assert_same(module(x), plain)
-
-
 @pytest.mark.parametrize("scores", ["scores", "output"])
 def test_skip_layer_guidance_works_with_ours(scores, put_on):
     layer_skip = pytest.importorskip("diffusers.hooks.layer_skip", reason="this diffusers has no guiders")

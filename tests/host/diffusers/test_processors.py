@@ -9,7 +9,7 @@ from attn_support.tiny_pipelines import assert_same
 from diffusers import DiffusionPipeline
 from diffusers.models import attention_processor as host
 
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
+from pascal_attn_core.diffusers import PascalAttnProcessor
 
 
 def attention(**changes):
@@ -40,19 +40,6 @@ def test_a_processor_assigned_past_set_processor_says_how_to_set_it():
         module(torch.zeros(1, 4, 32))
 
 
-def test_lora_of_peft_works_under_a_patch_and_beside_the_processor(routed):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    unet = tiny.tiny_unet()
-    unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
-    stock = tiny.run_unet(unet)
-    with patch_attention(unet):
-        assert_same(tiny.run_unet(unet), stock)
-    unet.set_attn_processor(PascalAttnProcessor())
-    assert_same(tiny.run_unet(unet), stock)
-    unet.disable_adapters()
-    assert not torch.allclose(tiny.run_unet(unet), stock)
-
-
 class StrongAttnProcessor(host.AttnProcessor2_0):
     """A third party's processor with a keyword of its own."""
 
@@ -80,17 +67,6 @@ def test_older_processors_run_as_their_sdpa_successors(put_on, slice_size, route
     unet.set_attn_processor(dict(saved))
     assert len(routed) == len(saved)
     assert all(p is saved[name] for name, p in unet.attn_processors.items())
-
-
-def test_scores_that_a_model_does_not_scale_stay_unscaled():
-    module = attention(scale_qk=False)
-    assert type(module.processor) is host.AttnProcessor
-    x = 0.3 * torch.randn(1, 6, 32)
-    stock = module(x)
-    with patch_attention(module):
-        assert_same(module(x), stock)
-    module.set_processor(PascalAttnProcessor())
-    assert_same(module(x), stock)
 
 
 def test_copies_and_files_of_a_model_compute_the_same_and_stay_routed(put_on, routed):

@@ -146,21 +146,6 @@ def test_weights_that_diffusers_brings_for_each_layer(is_cast: bool) -> None:
     assert model.ff.net[2].weight.dtype == (torch.bfloat16 if is_cast else torch.float32)
 
 
-def test_a_compiled_model_runs_whole() -> None:
-    x, model = torch.randn(1, 64, 16), Block().eval()
-    with torch.no_grad():
-        expected = model(x)
-        with _patch(model) as patch:
-            torch._dynamo.reset()
-            compiled = torch.compile(model, fullgraph=True, backend="eager")
-            assert torch.equal(compiled(x), expected)
-            assert _states(patch) == ["waiting"]
-            torch.testing.assert_close(model(x), expected)
-            assert _states(patch) == ["on"]
-            assert torch.equal(compiled(x), expected)
-    torch._dynamo.reset()
-
-
 def test_state_dict_keys_stay_and_pickles_hold_the_plain_model() -> None:
     x, model = torch.randn(1, 64, 16), Block().eval()
     keys, expected = list(model.state_dict()), model(x)

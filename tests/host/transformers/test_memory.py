@@ -35,11 +35,3 @@ def test_nothing_of_the_size_of_the_mask_exists(registered: str, family: str) ->
         peaks[tokens] = memory.peak_bytes
     assert memory.largest_tensor_bytes < TOKENS * TOKENS / 2, "a mask takes L*S bytes, scores take more"
     assert peaks[TOKENS] < 2.2 * peaks[TOKENS // 2]
-
-
-def test_eager_is_seen_to_store_it() -> None:
-    """The measurement would notice."""
-    model = tiny.build("llama", **ONE_LAYER)
-    tiny.use(model, "eager")
-    memory = peak(model, tiny.prompt(batch=1, length=1024, padding=100))
-    assert memory.largest_tensor_bytes >= 2 * 1024 * 1024 * 4

@@ -40,7 +40,7 @@ def mask_function(draw: random.Random, kind: str, window: int, tokens: int) -> A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", seeds(7))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_outputs_and_gradients_are_those_of_the_mask_tensor(kind: str, seed: int) -> None:
     draw = random.Random(f"{kind} {seed}")
     tokens, past, window = draw.choice([1, 2, 7, 40, 130]), draw.choice([0, 0, 3, 64]), draw.choice([1, 5, 33, 200])

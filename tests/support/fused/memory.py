@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.fields import MOST_STRIDE
 from pascal_attn_core.fused.launch.plan import Plan
 from pascal_attn_core.fused.trust import verify
 
@@ -118,7 +119,7 @@ def _regions(placed: Placed) -> Iterable[tuple[int, int, int]]:
 # half word; those of tokens, which kernels multiply in 32 bits within a tile, are as large as they take.
 _STRIDED = {name: [f"{name}{axis}" for axis in "bhs"] for name in ("q", "k", "v", "o", "g", "dq", "dk", "dv", "x")}
 _STRIDED |= {"mask": ["mb", "mh", "mq"], "lse": ["lb", "lh"], "log_sum": ["lb", "lh"]}
-_FAR = 0x3_0900_A5C3_2000, 0x25_9B57_1000, (1 << 26) - 64
+_FAR = 0x3_0900_A5C3_2000, 0x25_9B57_1000, MOST_STRIDE - 64
 
 
 def far(launch: Launch) -> Launch:

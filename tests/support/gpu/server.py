@@ -23,7 +23,7 @@ import pascal_attn_core.cli.selftest  # noqa: F401
 
 SUPPORT = Path(__file__).resolve().parents[1]
 DEVICE = sys.argv[2]
-ON_THE_CARD = ("tools.peers", "tools.gpu.card", "tools.gpu.sweep")
+ON_THE_CARD = ("tools.peers", "tools.gpu.card")
 
 
 def child(job: dict[str, Any]) -> int:
@@ -51,9 +51,9 @@ def card(module: str) -> contextlib.AbstractContextManager[Any]:
     shared = sys.modules["attn_support"] = types.ModuleType("attn_support")
     shared.__path__ = [str(SUPPORT)]
     from attn_support.fused.device import CardKernels, emulated_card
-    from attn_support.gpu.compiler import AnyGeometry
+    from attn_support.fused.driver import Compiler
 
-    compiler, run = AnyGeometry(), functools.partial(execute, json.loads(os.environ.get("FAULTS", "{}")))
+    compiler, run = Compiler(), functools.partial(execute, json.loads(os.environ.get("FAULTS", "{}")))
     if DEVICE == "cuda":
         from attn_support.gpu import cards
 

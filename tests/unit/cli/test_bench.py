@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from pascal_attn_core import cli
-from pascal_attn_core.cli import bench
 from pascal_attn_core.cli.bench import length, shapes
 from pascal_attn_core.cli.bench.candidates import (
     BASELINE,
@@ -105,16 +104,6 @@ def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
     assert found[BASELINE].seconds > 0
 
 
-@pytest.mark.filterwarnings("ignore")  # torch says why it has no kernel
-def test_on_cuda_each_of_torchs_kernels_has_a_name():
-    assert not any(c.name == "torch-efficient" for c in CANDIDATES)
-    found = all_candidates(AttentionConfig(), "cuda")
-    results = named(race(TINY["plain"].make(), choose_candidates(found, "torch-*"), QUICK))
-    assert results.keys() >= {"torch-flash", "torch-efficient", "torch-cudnn", "torch-math"}
-    assert results["torch-flash"].error < 1e-5
-    assert results["torch-cudnn"].note  # which a CPU does not have
-
-
 def test_shapes_are_chosen_by_pattern(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", SHAPES)
     assert len(choose_shapes("all")) == len(SHAPES)
@@ -138,24 +127,6 @@ def test_the_command_prints_tables_and_writes_figures(tmp_path, capsys):
     assert document["machine"]["threads"] == 1
     assert [report["shape"]["name"] for report in document["shapes"]] == ["plain", "grouped"]
     assert document["geometric_means"][BASELINE] == {"ratio": 1.0, "shapes": 2}
-
-
-def test_a_run_that_is_cut_short_leaves_the_figures_of_the_shapes_so_far(tmp_path, monkeypatch, capsys):
-    figures, begun = tmp_path / "run.json", []
-
-    def interrupted(*args):
-        begun.append(args)
-        if len(begun) == 2:
-            raise KeyboardInterrupt
-        return race(*args)
-
-    monkeypatch.setattr(bench, "race", interrupted)
-    command = ["bench", "--device", "cpu", "--shapes", "plain,grouped", "--rounds", "1", "--candidates", "tiled"]
-    assert cli.main([*command, "--json", str(figures)]) == 130
-    assert "interrupted" in capsys.readouterr().err
-    document = json.loads(figures.read_text())
-    assert [report["shape"]["name"] for report in document["shapes"]] == ["plain"]
-    assert document["geometric_means"]["ours-tiled"]["shapes"] == 1
 
 
 def test_a_shape_of_ones_own_is_timed_together_with_listed_ones(tmp_path, capsys):

@@ -12,7 +12,7 @@ from attn_support.fresh import execute, run
 import pascal_attn_core
 from pascal_attn_core import __version__, cli
 
-COMMANDS = ("info", "bench", "replay", "demo")
+COMMANDS = ("info", "bench", "demo")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,6 @@ def test_no_text_tells_to_install_a_distribution_that_is_not_published():
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("replay x.safetensors --rounds 0", "--rounds must be at least 1, got 0"),
-        ("replay x.safetensors --json missing/figures.json", "the folder of missing/figures.json does not exist"),
-        ("replay x.safetensors --device nonsense", "nonsense"),
         ("selftest --seconds 0", "--seconds must be greater than 0 and finite, got 0.0"),
         ("selftest --device nothing", "Expected one of cpu"),
         ("selftest --json /no/such/folder/x.json", "the folder of"),

@@ -7,9 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attn_support.fused.device import CardKernels, fresh_card
-from attn_support.fused.emulation import GXX
-from attn_support.fused.hip import RADEON_VII, HipStandIn
 from attn_support.randomness import some
 
 from pascal_attn_core.call import Results
@@ -24,10 +21,10 @@ from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.selftest import Selftest, cases, describe
 from pascal_attn_core.selftest.cases import ALL_ROUTES, CASES, DTYPES, Check, run_checks
-from pascal_attn_core.selftest.kernels import check_kernels, checked_variants, why_no_kernels
+from pascal_attn_core.selftest.kernels import check_kernels, checked_variants
 
 CPU = torch.device("cpu")
-SOME_DTYPES = tuple(some(DTYPES, 2))
+SOME_DTYPES = tuple(some(DTYPES, 3))
 GTX_1080_TI = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
 
 
@@ -134,29 +131,13 @@ def test_kernels_on_tensor_cores_are_tried_where_there_are_some() -> None:
     assert set(checked_variants()) <= {*all_variants(), *linear_variants(), *gguf_variants()}  # calls can ask for all
 
 
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")
-def test_the_kernels_of_an_amd_card_are_tried_too() -> None:
-    class Right(CardKernels):
-        def largest_error(self, variant):
-            self.functions(variant)  # really loaded
-            return 1e-7
-
-    with fresh_card(HipStandIn(RADEON_VII), kind=Right):
-        assert why_no_kernels(CPU) == []
-        found = list(check_kernels(CPU, plenty))
-    assert [check.name for check in found] == [variant.name for variant in checked_variants("gfx906")]
-    assert all(check.name.endswith("-gfx906") and check.is_right for check in found)
-    assert {check.origin for check in found} <= {"shipped", "HIPRTC 6.3"}
-    assert "grad_key_value-128-bfloat16-none-gfx906" in {check.name for check in found}
-
-
 def test_routes_are_timed_interleaved_and_what_fails_is_named(monkeypatch) -> None:
     tiny = Shape("sd15", "", 1, 2, 2, 256, 256, 40)
     race, odd = command.race, Shape("odd", "", 1, 2, 2, 64, 64, 8)
     monkeypatch.setattr(command, "model_shapes", lambda device: [odd, tiny])
 
     def failing(call, *args):
-        if call.name == "odd":
+        if call.query.shape[-1] == odd.head_dim:
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
         return race(call, *args)
 

@@ -142,7 +142,7 @@ def _closed_over(query, key, value, slopes):
 @pytest.mark.parametrize(("function", "fullgraph", "lengths"), some([
     (_with_registered_rule, True, (TOKENS, 410)), (_with_registered_rule, True, (TOKENS,)),
     (_with_a_closure, False, (TOKENS, 410)), (_with_alibi, True, (TOKENS, 410)), (_closed_over, False, (TOKENS,)),
-], 4))  # fmt: skip
+], 5))  # fmt: skip
 def test_a_compiled_rule_gives_the_numbers_and_gradients_of_the_eager_one(function, fullgraph, lengths) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph, dynamic=len(lengths) > 1)

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
@@ -386,32 +385,3 @@ def test_torchscript_and_traces_hold_torchs_operator() -> None:
         torch.testing.assert_close(function(q, k, v), expected)
         assert "aten::scaled_dot_product_attention" in str(function.inlined_graph)
     assert "pascal" not in str(exported.graph)
-
-
-def _llama() -> Callable[[], Tensor]:
-    """A batch with padding on the left, and the tokens that it is continued with."""
-    pytest.importorskip("transformers")
-    from attn_support import tiny_models as tiny
-
-    model, inputs = tiny.build("llama"), tiny.prompt()
-    tiny.use(model, "sdpa")
-    return lambda: torch.cat([tiny.logits(model, inputs).flatten(), tiny.tokens(model, inputs).flatten()])
-
-
-def _unet() -> Callable[[], Tensor]:
-    pytest.importorskip("diffusers")
-    from attn_support import tiny_pipelines as tiny
-
-    unet = tiny.tiny_unet()
-    return lambda: tiny.run_unet(unet)
-
-
-@pytest.mark.parametrize("make", [_llama, _unet])
-@torch.no_grad()
-def test_models_of_hosts_give_the_same_under_the_switch(make: Callable[[], Callable[[], Tensor]]) -> None:
-    run = make()
-    expected = run()
-    with patch_sdpa(TILED), record() as seen:
-        actual = run()
-    assert seen.routes().keys() == {"tiled"}
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,10 +1,12 @@
 """Rotary embedding against complex multiplication in float64: forward, gradients, in place, offsets, packed."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from attn_support.flash_attn.oracle import F64, assert_same_gradients, leaves_of, near, rand
+from attn_support.randomness import some
 from torch import Tensor
 
 from pascal_attn_core.flash_attn.modules import rotary as module
@@ -29,12 +31,15 @@ def tables(positions: int, half: int, dtype: torch.dtype = F64) -> tuple[Tensor,
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize(("dim", "half"), [(16, 8), (10, 3), (7, 2), (300, 150)])
-@pytest.mark.parametrize("offset", [0, 3, "tensor"])
-def test_a_batch(dtype: torch.dtype, interleaved: bool, inplace: bool, dim: int, half: int, offset: Any) -> None:
+_BATCHES = itertools.product(
+    (F64, torch.float32, torch.bfloat16, torch.float16), (False, True), (False, True),
+    ((16, 8), (10, 3), (7, 2), (300, 150)), (0, 3, "tensor"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "interleaved", "inplace", "sizes", "offset"), some(_BATCHES, 7))
+def test_a_batch(dtype: torch.dtype, interleaved: bool, inplace: bool, sizes: tuple[int, int], offset: Any) -> None:
+    dim, half = sizes
     torch.manual_seed(0)
     batch, tokens = 2, 5
     cos, sin = tables(12, half, dtype)

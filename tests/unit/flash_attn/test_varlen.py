@@ -8,6 +8,7 @@ import pytest
 import torch
 from attn_support.flash_attn import oracle
 from attn_support.flash_attn.oracle import F64, FLAGS, assert_same, assert_same_gradients, inputs, leaves_of, plain
+from attn_support.randomness import some
 from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
@@ -46,9 +47,7 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize(("flags", "lengths", "spare"), some(itertools.product(FLAGS, LENGTHS, (0, 3)), 3))
 def test_varlen_is_each_sequence_alone(flags: dict[str, Any], lengths: tuple[list[int], ...], spare: int) -> None:
     q_lengths, k_lengths = lengths
     flags = oracle.with_slopes(flags, len(q_lengths), 4)

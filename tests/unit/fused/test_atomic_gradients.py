@@ -79,11 +79,6 @@ def test_one_kernel_computes_all_gradients_where_it_is_asked_for(kernels: Emulat
     assert _backward(kernels, config, *narrow) == [*FIVE, "pa_round_query"]
 
 
-def test_the_environment_asks_for_it() -> None:
-    assert AttentionConfig.from_env({"PASCAL_ATTN_ATOMIC_GRADIENTS": "1"}) == AttentionConfig(atomic_gradients=True)
-    assert AttentionConfig.from_token(ATOMIC.token) == ATOMIC
-
-
 @pytest.mark.parametrize("warn_only", [False, True])
 def test_torchs_wish_for_the_same_bits_wins(kernels: EmulatedKernels, warn_only: bool) -> None:
     leaves = _leaves()

@@ -23,6 +23,7 @@ from attn_support.fused.hip import (
     HipStandIn,
     plain_launch,
 )
+from attn_support.randomness import some
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
 from pascal_attn_core.fused.code import prebuilt
@@ -166,7 +167,7 @@ needs_hiprtc = pytest.mark.skipif(LIBRARY is None, reason="needs HIPRTC (Debian:
 
 
 @needs_hiprtc
-@pytest.mark.parametrize("info", [RADEON_VII, OVERRIDDEN], ids=lambda info: f"{info.arch}-is-{info.known_arch}")
+@pytest.mark.parametrize("info", some([OVERRIDDEN, RADEON_VII], 2), ids=_name)
 def test_what_the_real_compiler_makes_of_a_kernel_is_loaded_and_takes_our_arguments(info: DeviceInfo) -> None:
     driver = HipStandIn(info)
     gpu = HipRuntime(lambda: driver)

@@ -1,7 +1,6 @@
 """Where kernels come from and how they are launched, with a stand-in for the driver (``attn_support.fused.driver``)."""
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -93,26 +92,6 @@ def test_a_folder_that_cannot_be_written_only_costs_the_time(machine: Machine, t
     assert cache.save(tmp_path / "cache", "x", ELF) is not None
 
 
-def test_no_reader_sees_half_a_file(tmp_path: Path) -> None:
-    stop, seen = threading.Event(), []
-
-    def read() -> None:
-        while not stop.is_set():
-            seen.append(cache.load(tmp_path, "x"))
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    cache.save(tmp_path, "x", b"a" * 100_000)
-    for reader in readers:
-        reader.start()
-    for i in range(60):
-        assert cache.save(tmp_path, "x", b"ab"[i % 2 : i % 2 + 1] * 100_000) is None
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert set(seen) == {b"a" * 100_000, b"b" * 100_000}
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
 def test_without_a_compiler_the_reason_names_what_to_install(machine: Machine) -> None:
     with pytest.raises(KernelUnavailable, match="no NVRTC for sm_61; pip install nvidia-cuda-nvrtc-cu12"):
         machine(find_compiler=lambda arch: None).machine_code(VARIANT)
@@ -145,14 +124,6 @@ def test_a_machine_that_can_run_no_kernel_has_a_reason(info: DeviceInfo, driver:
     (found,) = kernels.machine_reasons
     assert found.startswith(reason)
     assert kernels.reasons([VARIANT]) == [found]
-
-
-def test_two_devices_know_nothing_of_each_other(machine: Machine) -> None:
-    first, second = machine(open_driver=object), machine("cuda:1", open_driver=object)
-    first.disable(VARIANT, "wrong on this card")
-    assert (first.index, second.index) == (0, 1)
-    assert first.reasons([VARIANT]) == ["wrong on this card"]
-    assert second.reasons([VARIANT]) == []
 
 
 def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: Compiler, driver: StandIn) -> None:

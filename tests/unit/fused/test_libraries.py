@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from attn_support import fresh
-from attn_support.fused.emulation import GXX
 
-from pascal_attn_core import config
 from pascal_attn_core.fused.gpu import hip_libraries, nvrtc
 
 # Wheels -> system, folder and libraries: the contents of NVIDIA's (pip download --platform), those that documents of
@@ -121,75 +117,3 @@ def test_torchs_runtime_goes_first_on_linux(name: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: loaded)
     assert hip_libraries.runtime_candidates() == [loaded]
     assert hip_libraries.compiler_candidates()[-1] == loaded  # which had HIPRTC in it once
-
-
-def test_the_cache_of_windows_lies_in_the_users_folder_on_any_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Windows(PureWindowsPath):
-        @classmethod
-        def home(cls) -> Windows:
-            return cls(r"C:\Users\Some One")
-
-        def stat(self) -> None:
-            raise FileNotFoundError(self)
-
-    monkeypatch.setattr("sys.platform", "win32")
-    monkeypatch.setattr(config, "Path", Windows)
-    monkeypatch.setenv("LOCALAPPDATA", r"D:\Profiles\some one\AppData\Local")
-    assert str(config.cache_folder()) == r"D:\Profiles\some one\AppData\Local\pascal-attention"
-    monkeypatch.delenv("LOCALAPPDATA")
-    assert str(config.cache_folder()) == r"C:\Users\Some One\AppData\Local\pascal-attention"
-
-
-# What is compiled is the word "cubin". It opens its builtins by name, and CUDA 13's has no RUNPATH to find them.
-_NVRTC = """
-#include <cstring>
-#include <dlfcn.h>
-static const char* log = "";
-extern "C" {
-const char* nvrtcGetErrorString(int code) { return code ? "NVRTC_ERROR_BUILTIN_OPERATION_FAILURE" : "NVRTC_SUCCESS"; }
-int nvrtcVersion(int* major, int* minor) { *major = VERSION; *minor = 0; return 0; }
-int nvrtcGetNumSupportedArchs(int* count) { *count = 1; return 0; }
-int nvrtcGetSupportedArchs(int* archs) { *archs = 75; return 0; }
-int nvrtcCreateProgram(void**, const char*, const char*, int, const char**, const char**) { return 0; }
-int nvrtcDestroyProgram(void**) { return 0; }
-int nvrtcCompileProgram(void*, int, const char**) {
-  if (dlopen(BUILTINS, RTLD_LAZY)) return 0;
-  log = "nvrtc: error: failed to open " BUILTINS;
-  return 7;
-}
-int nvrtcGetProgramLogSize(void*, size_t* size) { *size = strlen(log) + 1; return 0; }
-int nvrtcGetProgramLog(void*, char* to) { strcpy(to, log); return 0; }
-int nvrtcGetCUBINSize(void*, size_t* size) { *size = 5; return 0; }
-int nvrtcGetCUBIN(void*, char* to) { memcpy(to, "cubin", 5); return 0; }
-}
-"""
-_FIND = """
-import sys
-from pascal_attn_core.fused.gpu import nvrtc
-nvrtc.candidates = lambda: sys.argv[1:]
-found = nvrtc.find(75)
-print(found and (found.version[0], found.compile("", 75, {}).cubin))
-"""
-
-
-def _built(folder: Path, version: int, *, has_builtins: bool) -> str:
-    """The path of such a library in a folder of its own."""
-    folder.mkdir()
-    name, builtins = f"libnvrtc.so.{version}", f"libnvrtc-builtins.so.{version}.0"
-    made = {name: (_NVRTC, [f"-DVERSION={version}", f'-DBUILTINS="{builtins}"', "-ldl"])}
-    if has_builtins:
-        made[builtins] = "", [f"-Wl,-soname,{builtins}"]
-    for file, (text, options) in made.items():
-        command = [GXX or "g++", "-x", "c++", "-", "-shared", "-fPIC", "-w", *options, "-o", folder / file]
-        subprocess.run(command, input=text.encode(), check=True)
-    return str(folder / name)
-
-
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-ins for NVRTC")
-def test_builtins_beside_the_library_are_found_and_one_that_cannot_compile_is_passed_over(tmp_path: Path) -> None:
-    cuda_13 = _built(tmp_path / "cu13", 13, has_builtins=True)
-    broken = _built(tmp_path / "broken", 13, has_builtins=False)
-    cuda_12 = _built(tmp_path / "cuda_nvrtc", 12, has_builtins=True)
-    assert fresh.run(_FIND, cuda_13) == "(13, b'cubin')"
-    assert fresh.run(_FIND, broken, cuda_12) == "(12, b'cubin')"
-    assert fresh.run(_FIND, broken) == "None"

@@ -64,8 +64,10 @@ def test_a_multiprocessor_holds_the_blocks_that_a_kernel_is_compiled_for(found: 
         for (variant, arch), blocks in found.items()
         if blocks < variant.geometry.blocks and not variant.is_small
     ]
-    # Of 8-bit attention one: twice its tiles are more than the shared memory of a GTX 16xx.
-    assert fewer == [line for line in fewer if line.startswith("int8-128") and line.endswith("sm_75: 1")]
+    # Of 8-bit attention one: twice its tiles are more than the shared memory of a GTX 16xx. Gradients at head_dim 64
+    # are compiled for three blocks, of which cards with 64 KiB of shared memory hold two.
+    known = {("int8-128", "sm_75: 1"), *(("grad_key_value-64", f"sm_{arch}: 2") for arch in (50, 60, 75))}
+    assert [line for line in fewer if not any(line.startswith(a) and line.endswith(b) for a, b in known)] == []
 
 
 def test_keys_are_cut_for_the_blocks_that_a_multiprocessor_holds(found: Found) -> None:

@@ -96,7 +96,8 @@ def test_one_query_fills_the_places_of_a_card_once() -> None:
         (1, 32, 8, 128, True),  # a large batch of new tokens: no need to cut the keys, but 63 of 64 rows would be empty
         (16, 32, 32, 128, True),
         (16, 32, 8, 128, True),
-        (64, 32, 8, 128, False),
+        (64, 32, 8, 128, True),
+        (128, 32, 8, 128, False),
         (4096, 10, 10, 64, False),
         (77, 8, 8, 64, False),
     ],

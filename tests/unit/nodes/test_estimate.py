@@ -234,10 +234,3 @@ def test_sizes_keep_the_form_of_the_latent() -> None:
     assert all(abs(size.shape[-1] / size.shape[-2] - 104 / 60) < 0.7 for size in wide.sizes)
     assert [size.words for size in frames.sizes[:3]] == ["1 frames", "5 frames", "9 frames"]
     assert [axis.name for axis in largest.axes_of((1, 16, 60, 104), 8, 4)] == ["resolution", "batch"]
-
-
-def test_the_picture_shows_every_way() -> None:
-    axis = axis_of("batch", (1, 4, 8, 8))
-    fits = [largest.Fit(size, True) for size in (None, axis.sizes[9])]
-    with_bars = text.draw_largest([(axis, fits)], "Flux: the largest that fits")
-    assert with_bars.height > text.draw_largest([], "x").height > 50

@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -18,12 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from attn_support import fresh, precision
+from attn_support import fresh
 
 from tools.gpu import __main__ as command
 from tools.gpu import parts, results
-from tools.gpu.__main__ import Run, conclude, environment, main, run_parts
+from tools.gpu.__main__ import Run, conclude, main, run_parts
 from tools.gpu.parts import FAILED, FULL, PARTS, RIGHT, UNFINISHED, WRONG, Job, Outcome, Part
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -94,17 +92,6 @@ def test_what_went_wrong_is_told_again_but_what_did_not_end_is_run_again(tmp_pat
     assert states(run_parts(runs(tmp_path, again=True), mended)) == [RIGHT, RIGHT]
 
 
-def test_only_the_card_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert "CUDA_VISIBLE_DEVICES" not in environment("cuda")[1]
-    device, env = environment("cuda:1")
-    assert (device, env["CUDA_VISIBLE_DEVICES"]) == ("cuda", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert environment("cuda:1")[1]["CUDA_VISIBLE_DEVICES"] == "5"
-    assert environment("cuda:2")[1]["CUDA_VISIBLE_DEVICES"] == ""
-    assert environment("cpu")[0] == "cpu"
-
-
 def _is_gone(process: int) -> bool:
     for _ in range(100):
         try:
@@ -127,15 +114,6 @@ def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tm
     assert 1.0 <= found["hangs"]["seconds"] < 2.5
     assert found["hangs"]["summary"] == "waiting"
     assert _is_gone(int(noted.read_text()))
-
-
-def test_a_part_that_raises_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
-    def broken(job: Job) -> Outcome:
-        raise OSError("no such program")
-
-    found = run_parts(runs(tmp_path), [Part("broken", 1.0, ("tools/gpu",), broken), part("next")])
-    assert states(found) == [FAILED, RIGHT]
-    assert found["broken"]["summary"] == "OSError: no such program"
 
 
 def _grows(run: Callable[[Job], Outcome]) -> Callable[[Job], Outcome]:
@@ -191,42 +169,6 @@ def test_a_run_that_is_cut_leaves_what_is_done_and_no_file_in_part(tmp_path: Pat
     assert second["figures"] == {"jobs": ["one"]}
 
 
-_MEETS = """
-import pathlib, sys, time
-folder = pathlib.Path(sys.argv[1]).parents[1] / "met"
-folder.mkdir(exist_ok=True)
-(folder / {name!r}).touch()
-end = time.monotonic() + 15
-while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
-    time.sleep(0.01)
-print(len(list(folder.iterdir())))
-"""
-
-
-def test_parts_about_right_and_wrong_run_side_by_side_and_the_others_behind_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    shares = {"one": 3, "two": 11}
-    beside = [part(name, _MEETS.format(name=name), share=share) for name, share in shares.items()]
-    ran = []
-
-    def noted(each: Part) -> Part:
-        def run(job: Job) -> Outcome:
-            ran.append((each.name, job.processes, job.env.get("OMP_NUM_THREADS")))
-            outcome = each.run(job)
-            ran.append(each.name)
-            return outcome
-
-        return dataclasses.replace(each, run=run)
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    found = run_parts(runs(tmp_path / "out", places=16), [noted(each) for each in [part("timed"), *beside]])
-    assert [found[name]["summary"] for name in ("one", "two", "timed")] == ["2", "2", "done"]
-    assert sorted(each for each in ran[:2] if isinstance(each, tuple)) == [("one", 3, "1"), ("two", 13, "1")]
-    assert ran[4:] == [("timed", 16, "7"), "timed"]
-
-
 def test_the_last_lines_name_what_was_wrong_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [part("one"), part("two", "raise SystemExit(1)"), part("three", "raise SystemExit(3)")]
     run = runs(tmp_path)
@@ -253,25 +195,6 @@ def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[
     assert main(["--parts", "tests,swep"]) == 2
     assert "got swep" in capsys.readouterr().err
     assert main(["--seconds", "0"]) == 2
-
-
-def test_without_the_device_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "import sys; print('RuntimeError: no NVIDIA driver'); sys.exit(1)"
-    assert main(["--out", str(tmp_path)], (sys.executable, "-S", "-c", code)) == 2
-    assert "torch cannot use the device cuda: RuntimeError: no NVIDIA driver" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tests_on_a_card_multiply_float32_in_full_and_leave_the_switches_as_they_were() -> None:
-    places = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = [place.allow_tf32 for place in places]
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = True, False
-    try:
-        with precision.without_tf32():
-            assert [place.allow_tf32 for place in places] == [False, False]
-        assert [place.allow_tf32 for place in places] == [True, False]
-    finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
@@ -347,27 +270,6 @@ def _tests_of(tmp_path: Path, others: str) -> tuple[Job, Callable[[], list[str]]
     return dataclasses.replace(job, sizes={"name": ("own",), "tests": ("tests/gpu",)}), ran
 
 
-def test_tests_are_run_as_far_as_the_time_goes_and_then_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    job, ran = _tests_of(tmp_path, "def test_first():\n    ran('first')")
-    job = dataclasses.replace(job, sizes={"tests": (*job.sizes["tests"], "-n", "0")})
-
-    def run(**before: Any) -> Outcome:
-        shutil.rmtree(job.scratch / "told", ignore_errors=True)
-        return BY_NAME["tests"].run(dataclasses.replace(job, before=before))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(parts, "_MARGIN", 1e6)  # no time
-        none = run()
-    assert (none.state, none.summary) == (UNFINISHED, "none had ended of 3; the same command goes on with the others")
-    assert ran() == []
-    whole = run(**none.figures)
-    assert (whole.state, whole.summary) == (RIGHT, "3 passed")
-    assert ran() == ["first", "slow 0", "slow 1"]
-    first = [line for line in whole.figures["known"] if line["test"].endswith("test_first")]
-    assert run(known=first).summary == "3 passed"
-    assert ran() == ["slow 0", "slow 1"]
-
-
 @posix_only
 def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -392,52 +294,10 @@ def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(
     assert times["test_wrong"] < times["test_hang"] - 1 < said[last]
 
 
-def test_kernels_that_were_right_before_are_left_out(tmp_path: Path) -> None:
-    program = """
-from pathlib import Path
-folder = Path(arguments[arguments.index("--told") + 1])
-known = [json.loads(line)["test"] for line in (folder / "frame.jsonl").read_text().splitlines()]
-with (folder / "share-1.jsonl").open("a") as file:
-    print(json.dumps({"collected": 3}), file=file)
-    if known == ["a"]:
-        print(json.dumps({"test": "b", "outcome": "passed", "seconds": 1.0, "error": 0.5}), file=file)
-"""
-    before = {"known": [{"test": "a", "outcome": "passed", "seconds": 2.0, "error": 0.25}]}
-    outcome = BY_NAME["variants"].run(_job(tmp_path, program, before=before))
-    assert (outcome.state, outcome.summary) == (UNFINISHED, "2 passed of 3; the same command goes on with the others")
-    assert [line["error"] for line in outcome.figures["known"]] == [0.25, 0.5]
-
-
-def test_a_process_for_kernels_that_does_not_get_far_is_not_begun_again_and_again(tmp_path: Path) -> None:
-    outcome = BY_NAME["variants"].run(_job(tmp_path, "raise SystemExit('no memory')"))
-    assert (outcome.state, outcome.summary) == (FAILED, "exit status 1: no memory")
-
-
-def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
-    program = """
-from tools.gpu import told
-folder = told.Path(arguments[arguments.index("--told") + 1])
-teller, known = told.Teller(folder, "share-1"), told.read(folder)
-teller.tell(collected=2)
-result = {"job": "b", "shipped_note": "", "shipped": "", "best": "", "shipped_seconds": 1.0, "best_over_shipped": 1.0}
-if "candidate" not in known.ended:
-    teller.begin("candidate", 9.0, is_extra=True)
-    raise SystemError("a fault")
-teller.tell(test="b", outcome="passed", seconds=1.0, result=result)
-"""
-    before = {"known": [{"test": "a", "outcome": "passed", "seconds": 1.0}]}
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=before, env=env))
-    assert (outcome.state, outcome.summary) == (RIGHT, "2 passed, 1 skipped")
-    assert outcome.figures["skipped"] == {"it has ended its process: exit status 1": 1}
-    assert len(outcome.table) == 2
-    assert [line["test"] for line in outcome.figures["known"]] == ["a", "candidate", "b"]
-
-
-# Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
+# Seconds that the parts need on a card beside an old processor. Tests go on where they were.
 _NEEDED = {"variants": 2500.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0,
            "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0, "call-cost": 10.0,
-           "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
+           "sanitizer": 0.0}  # fmt: skip
 
 
 def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -464,7 +324,7 @@ def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.Monk
             needed = job.before.get("left", _NEEDED[part.name])
             took = min(needed, max(0.0, job.left))
             clock.now += took
-            left = needed - took if part.name in ("variants", "tests", "sweep") or took == needed else needed
+            left = needed - took if part.name in ("variants", "tests") or took == needed else needed
             return Outcome(UNFINISHED if left else RIGHT, "", {"left": left})
 
         return dataclasses.replace(part, run=run)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attn_support.fused.emulation import CARD
+from attn_support.randomness import at_night
 
 from pascal_attn_core.fused.code.source import Variant, all_variants, gguf_variants, linear_variants
 from pascal_attn_core.fused.gpu import nvrtc
@@ -25,6 +26,7 @@ def _source_of(version: tuple[int, int]) -> str:
     return Kernels(Runtime(torch.device("cpu"), CARD), gpu=gpu).existing_code(SMALL)[1]
 
 
+@at_night
 @pytest.mark.skipif(nvrtc.find(61) is None, reason="needs an NVRTC that compiles for sm_61")
 def test_a_card_finds_what_was_compiled_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

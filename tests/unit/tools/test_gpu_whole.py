@@ -25,7 +25,7 @@ SUPPORT = ROOT / "tests" / "support" / "gpu"
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork") or GXX is None, reason="needs fork, and g++ to build the stand-in for the driver"
 )
-PARTS = "variants,tests,selftest,bench-forward,bench-backward,sanitizer,sweep"
+PARTS = "variants,tests,selftest,bench-forward,bench-backward,sanitizer"
 PARTS += ",bench-linear" * is_random()  # costly
 # Runs the command that it is given, as the real one does, and writes the lines that the real one ends with.
 SANITIZER = """#!{python} -S
@@ -164,7 +164,7 @@ def test_each_kernel_that_is_wrong_hangs_or_takes_the_card_along_is_named_at_onc
 
 @pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
 @at_night
-@pytest.mark.parametrize("part", ["variants", "tests", "sweep", "bench-forward", "bench-backward", "bench-linear"])
+@pytest.mark.parametrize("part", ["variants", "tests", "bench-forward", "bench-backward", "bench-linear"])
 def test_each_part_is_right_on_a_card_not_here(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"PASCAL_ATTN_TRUST": "1", "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     for name, value in variables.items():

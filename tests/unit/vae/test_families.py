@@ -21,7 +21,7 @@ def stated() -> dict[tuple[str, str], str]:
     return {(line[0].removeprefix("| "), line[1]): line[2] for line in lines}
 
 
-@pytest.mark.parametrize("family", some(families(), 12), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", some(families(), 20), ids=lambda family: family.name)
 @torch.no_grad()
 def test_an_autoencoder(family: Family) -> None:
     try:

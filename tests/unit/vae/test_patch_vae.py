@@ -1,12 +1,13 @@
 """patch_vae on real VAEs of diffusers at a tiny size: what it leaves, what it says, what it does when things fail."""
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from attn_support.randomness import times
+from attn_support.randomness import some, times
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -140,8 +141,10 @@ def _swapped_by_the_forward(vae: Any) -> None:
     vae.decoder.conv_in.__class__ = Swapping
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("host", [_offloaded, _layerwise, _in_place, _swapped_by_the_forward])
+@pytest.mark.parametrize(
+    ("host", "is_first"),
+    some(itertools.product((_offloaded, _layerwise, _in_place, _swapped_by_the_forward), (True, False)), 3),
+)
 def test_weights_that_are_there_only_while_their_layer_runs(host: Any, is_first: bool) -> None:
     vae, other = kl(), kl()
     host(other)

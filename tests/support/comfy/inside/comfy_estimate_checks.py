@@ -109,7 +109,7 @@ def nothing_is_loaded_moved_or_changed():
 @check
 def without_a_prompt_its_kind_is_guessed():
     for name, model in families(*(name for name in LATENTS if name != "krea2")):  # it needs a real prompt
-        text, saved, _ = NODE().estimate(model, {"samples": torch.zeros(1, *LATENTS[name])})
+        text, saved = NODE().estimate(model, {"samples": torch.zeros(1, *LATENTS[name])})
         assert "Counted: the tensors of one model evaluation" in text, (name, text)
         assert saved >= 0.0
 
@@ -130,7 +130,7 @@ def latents_of_video_and_sound_are_packed():
 def where_it_cannot_be_traced_it_says_so():
     model = load_model("sd15")
     with replaced(type(model.model.diffusion_model), "forward", lambda *args, **kwargs: 1 / 0):
-        text, saved, _ = NODE().estimate(model, {"samples": torch.zeros(1, 4, 64, 64)})
+        text, saved = NODE().estimate(model, {"samples": torch.zeros(1, 4, 64, 64)})
     assert "no estimate, since the model could not be traced (ZeroDivisionError" in text, text
     assert saved == 0.0
 
@@ -151,15 +151,14 @@ def sizes_lie_on_a_line_through_two_of_them():
 
 
 @check
-def the_largest_is_named_with_the_vae_and_drawn():
+def the_largest_is_named_with_the_vae():
     model, clip, vae = load_checkpoint()
-    text, _, picture = NODE().estimate(model, {"samples": torch.zeros(1, 4, 16, 16)}, vae=vae, clip=clip)
+    text, _ = NODE().estimate(model, {"samples": torch.zeros(1, 4, 16, 16)}, vae=vae, clip=clip)
     assert "The largest size that fits into" in text, text
     assert "resolution (now 128 x 128): as ComfyUI is" in text, text
     assert "batch (now batch of 1):" in text, text
     assert all(words in text for words in ("Weights: model ", ", text encoder ", ", VAE ")), text
     assert "decoding in one piece, by ComfyUI's own estimate of its VAE: " in text, text
-    assert (picture.shape[0], *picture.shape[2:]) == (1, 1600, 3), picture.shape
 
 
 @check
