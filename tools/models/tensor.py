@@ -5,8 +5,8 @@
     python -m tools.models.tensor --kinds tensor tensor_grad_query         ours, compiled by NVRTC
     python -m tools.models.tensor --kinds tensor --mask bool               and where the mask cuts every tile
     python -m tools.models.tensor --kinds volta --machine V100
-    python -m tools.models.tensor --calls                                  wasted products, and idle multiprocessors
     python -m tools.models.tensor_table                                    the table of docs/fused-kernel.md
+    python -m tools.models.calls                                           time of whole calls
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
 the compiler wrote beside the instructions. They issue the real loop over tiles, round after round, until its speed is
@@ -36,16 +36,10 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
-from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.code.source import Geometry, Variant
-from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
-from pascal_attn_core.fused.launch.stream_k import Pieces, busiest
 from tools.fused import compiled
 
 from .sass import Instruction, arch, product_loops, sections, usual_path, volta
@@ -61,7 +55,7 @@ _CONTROL = ("BAR", "BRA", "BSYNC", "BSSY", "BREAK", "NOP", "EXIT", "WARPSYNC", "
 _BARRIER_LATENCY = 15
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Machine:
     """A multiprocessor.
 
@@ -70,6 +64,8 @@ class Machine:
         shared_bytes: a cycle; conversion: cycles of a scheduler's share of the unit for exp2 and conversions.
         num_sms: of the card; arch: 75 is sm_75.
         queue: cycles of work that the pipe of shared memory accepts beyond what it is doing, see above.
+        plain: cycles of a scheduler for an instruction of float32; load: cycles until a global load is there.
+        clock: cycles a second.
     """
 
     name: str
@@ -79,6 +75,15 @@ class Machine:
     arch: int
     conversion: int = 8
     queue: int = 192
+    plain: int = 2
+    load: int = 400
+    clock: float = 1.59e9
+
+    @property
+    def peak(self) -> float:
+        """Operations a second of the tensor cores, a multiply-add counted as two."""
+        kind, cycles = next(iter(self.product.items()))
+        return 2 * (1024 if kind == "HMMA.1688" else 256) / cycles * SCHEDULERS * self.num_sms * self.clock
 
 
 MACHINES = {
@@ -86,7 +91,8 @@ MACHINES = {
     for machine in (
         Machine("T4", {"HMMA.1688": 8}, 64, 40, 75),
         Machine("RTX 2080 Ti", {"HMMA.1688": 16}, 64, 68, 75),
-        Machine("V100", {"HMMA.884": 2}, 128, 80, 70),
+        Machine("V100", {"HMMA.884": 2}, 128, 80, 70, clock=1.53e9),
+        Machine("H200", {"HMMA.1688": 8}, 128, 132, 90, plain=1, load=600, clock=1.98e9),
     )
 }
 
@@ -129,9 +135,9 @@ def _pipe(x: Instruction) -> str:
     return "control" if x.kind in _CONTROL else "integer"
 
 
-def _memory_latency(x: Instruction) -> int:
-    if x.kind in ("LDG", "LD", "LDL"):
-        return 400
+def _memory_latency(x: Instruction, machine: Machine) -> int:
+    if x.kind in ("LDG", "LD"):
+        return machine.load
     return 24 if x.kind == "LDSM" else 22
 
 
@@ -274,11 +280,12 @@ class _Simulation:
         """Takes the units that an instruction needs; returns the latency of its result."""
         if pipe == "shared":
             self.shared_free = max(self.shared_free, self.now) + x.lane_bytes * _LANES / self.machine.shared_bytes
-            return int(self.shared_free - self.now) + _memory_latency(x)
+            return int(self.shared_free - self.now) + _memory_latency(x, self.machine)
         cycles = {
             "tensor": self.machine.product.get(x.kind, 0),
             "conversion": self.machine.conversion,
             "control": 1,
+            "float": self.machine.plain,
         }.get(pipe, 2)
         self.free[warp.scheduler][pipe] = self.now + cycles
         return {"tensor": 20, "conversion": 20 + cycles, "control": 0}.get(pipe, 12)
@@ -292,60 +299,6 @@ class _Simulation:
                 other.waits = False
                 other.ready = max(other.ready, self.now + _BARRIER_LATENCY)
             group.clear()
-
-
-# ---- calls -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Waste:
-    """The share of the products of a launch that is wasted (beyond the band, as a causal mask's diagonal,
-    and beyond the ends of the sequences), and the share of the card's time in which multiprocessors have no block."""
-
-    unwanted: float
-    idle: float
-
-
-def waste(
-    rows: int,
-    cols: int,
-    queries: int,
-    keys: int,
-    heads: int,
-    places: int,
-    allowed: Callable[[int], tuple[int, int]] | None = None,
-    cut: int | Pieces = 1,
-    by_size: bool = False,
-) -> Waste:
-    """For one launch with a block for each tile of ``rows`` rows, over tiles of ``cols`` columns.
-
-    Args:
-        queries, keys: rows and columns of the scores; heads: launches of them (batch times heads).
-        places: blocks that the card holds at once.
-        allowed: row -> (first column, column behind the last); None = all. Both must not fall from row to row.
-        cut: ranges that the columns of a tile of rows are cut into, one block each (:func:`.plan.tensor_splits`), or
-            the blocks where they are listed (:mod:`pascal_attn_core.fused.launch.stream_k`). What joining ranges takes
-            is not counted; time in which listed blocks write and read parts counts as idle.
-        by_size: the longest tiles of all heads come first, else those of each head.
-    """
-    tiles, wanted = [], 0
-    allowed = allowed or (lambda _: (0, keys))
-    for first in range(0, queries, rows):
-        spans = [allowed(i) for i in range(first, min(first + rows, queries))]
-        spans = [(max(0, a), min(keys, b)) for a, b in spans]
-        wanted += sum(max(0, b - a) for a, b in spans)
-        begin, end = spans[0][0], spans[-1][1]
-        tiles.append(max(0, -(-(end - begin) // cols)))
-    made = sum(tiles) * rows * cols
-    if isinstance(cut, Pieces):
-        whole = [tiles[i % len(tiles)] * cols for i in range(cut.whole)]
-        jobs = [*whole, *(piece.cost(cols) for piece in cut.listed)]
-    else:
-        each = [(of, -(-of // cut)) for of in tiles]
-        parts = [max(0, min(most, of - i * most)) for of, most in each for i in range(cut)]
-        jobs = [part * cols for part in sorted(parts, reverse=True)] * heads
-        jobs = sorted(jobs, reverse=True) if by_size else jobs
-    return Waste(1 - wanted / made, 1 - made * heads / places / (rows * busiest(jobs, places)))
 
 
 def report(name: str, path: list[Instruction], machine: Machine, warps: int, blocks: int) -> str:
@@ -364,65 +317,17 @@ HEAD = (
 )
 
 
-def paths(cubin: bytes, *, masked: bool = False) -> Iterable[tuple[str, list[Instruction]]]:
-    """(function, one round) of each loop with products in a cubin; ``masked``: in a tile that the mask cuts.
+def paths(cubin: bytes, **rare: bool) -> Iterable[tuple[str, list[Instruction]]]:
+    """(function, one round) of each loop with products in a cubin; ``rare``: of :func:`.sass.usual_path`.
 
     Raises:
         ValueError: the cubin is for a card whose instructions are others.
     """
-    if not 70 <= arch(cubin) < 90:
-        raise ValueError(f"a cubin must be for sm_70 to sm_89, got sm_{arch(cubin)}")
+    if not 70 <= arch(cubin) <= 90:
+        raise ValueError(f"a cubin must be for sm_70 to sm_90, got sm_{arch(cubin)}")
     for function, code in sections(cubin).items():
-        for loop in product_loops(volta(code)):
-            yield function, usual_path(loop, masked=masked)
-
-
-@dataclass(frozen=True)
-class _Call:
-    batch: int
-    heads: int
-    tokens: int
-    causal: bool
-
-
-_CALLS = [
-    _Call(b, h, n, causal) for b, h in ((1, 8), (1, 32), (4, 32)) for n in (512, 2048, 8192) for causal in (False, True)
-]
-
-
-def planned(call: _Call, head_dim: int, machine: Machine) -> Plan:
-    """How the package takes a call."""
-    query = torch.empty(call.batch, call.heads, call.tokens, head_dim, dtype=torch.float16, device="meta")
-    whole = check_call(query, query, query, is_causal=call.causal)
-    return tensor_plan(whole, machine.num_sms, divmod(machine.arch, 10), for_grad=True)
-
-
-def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None:
-    """Waste of self-attention calls of some sizes, in the kernels that the package chooses for them, gradients too;
-    listed: with even distribution where the plan uses it, and the longest tiles of gradients first."""
-    print(f"head_dim {head_dim}, {machine.name}: blocks on {machine.num_sms} multiprocessors\n")
-    head = "batch, heads, tokens, causal, kernel, rows of a block, ranges of keys, listed blocks, parts, wasted, idle"
-    print("| " + " | ".join(head.split(", ")) + " |\n" + "| --- " * 11 + "|")
-    for call in _CALLS:
-        plan = planned(call, head_dim, machine)
-        plan = plan if listed else plan.unlisted
-        sizes = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no"]
-        for variant in plan.variants:
-            words = [*sizes, *_words(call, plan, variant, machine, listed=listed)]
-            print("| " + " | ".join(map(str, words)) + " |")
-
-
-def _words(call: _Call, plan: Plan, variant: Variant, machine: Machine, *, listed: bool) -> list[object]:
-    """The cells of one kernel of a call, from its name on."""
-    own, traits = variant.geometry, variant.traits
-    assert not isinstance(own, Geometry)
-    splits, pieces = (1, None) if traits.is_gradient else (max(1, plan.splits), plan.pieces)
-    allowed = (lambda i: (i, call.tokens) if traits.of_keys else (0, i + 1)) if call.causal else None
-    heads, places = call.batch * call.heads, own.blocks * machine.num_sms
-    sizes = own.rows, own.cols, call.tokens, call.tokens, heads, places
-    found = waste(*sizes, allowed, pieces or splits, by_size=traits.is_gradient and listed)
-    blocks = (len(pieces.listed), pieces.slots) if pieces else (0, 0)
-    return [variant.kind, own.rows, splits, *blocks, f"{found.unwanted:.1%}", f"{found.idle:.1%}"]
+        for loop in product_loops(volta(code, arch(cubin))):
+            yield function, usual_path(loop, **rare)
 
 
 def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterator[tuple[str, bytes, int, int]]:
@@ -445,15 +350,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
     parser.add_argument("--machine", choices=MACHINES, nargs="+", default=["T4"])
     parser.add_argument("--queue", type=int, default=192, help="cycles of work that wait before shared memory")
-    parser.add_argument("--calls", action="store_true", help="no cubin: what the shape of calls wastes")
-    parser.add_argument("--unlisted", action="store_true", help="for --calls: in the order of the heads")
-    parser.add_argument("--head-dim", type=int, default=64, help="for --calls")
     arguments = parser.parse_args()
     machines = [replace(MACHINES[name], queue=arguments.queue) for name in arguments.machine]
-    if arguments.calls:
-        for machine in machines:
-            print_calls(arguments.head_dim, machine, listed=not arguments.unlisted)
-        return
     if arguments.kinds:
         print(HEAD)
         for machine in machines:
@@ -463,7 +361,7 @@ def main() -> None:
                         print(report(name + ", cut" * masked, path, machine, warps, blocks), flush=True)
         return
     if arguments.cubin is None:
-        parser.error("give a cubin, --kinds or --calls")
+        parser.error("give a cubin or --kinds")
     print(HEAD)
     for function, path in paths(arguments.cubin.read_bytes()):
         for machine in machines if arguments.function in function else ():

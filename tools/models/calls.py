@@ -1,0 +1,219 @@
+"""Modelled times of whole calls, of the kernels on tensor cores, beside what an H200 measured.
+
+    python -m tools.models.calls                                 both tables of docs/fused-kernel.md
+    python -m tools.models.calls --write docs/fused-kernel.md    put them between the marks in the document
+
+A block reads its own rows, one load after the other, the first keys and values, and plays its rounds of the main loop as
+:mod:`.tensor` does. In a round in which rows of a warp have a new maximum its sums are scaled: where eight rows share
+that work, in random order, with the probability 1 - (1 - 1 / t)^8 in round t. Tiles that the band cuts are looked at
+score by score. Blocks take the places of the card in the order of their launch, and a launch takes 5 us beside. Not
+modelled: L2, DRAM, and that a block alone on its multiprocessor is faster than one of two. On plain cores a round takes
+what the simulation of docs/fused-kernel.md has on average, so that only the ratios of calls mean something.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from pascal_attn_core.call import Arguments, AttentionCall, check_call
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.launch.plan import Plan, Shape, key_tiles, plan_call, tensor_plan
+from tools.fused import compiled
+from tools.int8_table import command
+
+from .tensor import MACHINES, SCHEDULERS, Machine, counts, paths, simulate
+
+BEGIN, END = "<!-- times of calls: tools.models.calls -->", "<!-- end of times of calls -->"
+TITAN = Machine("TITAN X", {}, 128, 28, 61, clock=1.53e9)
+_LAUNCH = 5e-6
+_OF_PLAIN_PEAK = {"forward": 0.55, "grad_query": 0.44, "grad_key_value": 0.44}
+HEAD_DIMS, HEADS = (40, 64, 80, 96, 128), 32
+
+
+class Rounds(NamedTuple):
+    """Cycles of a round of all blocks of a multiprocessor, and more where each row's sums are scaled; where the band
+    cuts the tile."""
+
+    usual: float
+    rising: float = 0.0
+    cut: float = 0.0
+
+
+@functools.cache
+def rounds(variant: Variant, machine: Machine) -> Rounds:
+    """Of a kernel."""
+    own, found = variant.geometry, []
+    if not variant.on_tensor_cores:
+        products = {"forward": 2, "grad_query": 3, "grad_key_value": 4}[variant.kind]
+        work = products * own.rows * own.cols * variant.head_dim  # type: ignore[union-attr]
+        return Rounds(own.blocks * work / 128 / _OF_PLAIN_PEAK[variant.kind])
+    for rare in ({}, {"rises": True}, {"at_edge": True}):
+        ((_, path),) = paths(compiled(variant, machine.arch).cubin, **rare)
+        warps = variant.threads // 32
+        tensor = counts(path, machine).tensor * warps * own.blocks / SCHEDULERS
+        found.append(tensor / simulate(path, machine, warps, own.blocks))
+    return Rounds(found[0], max(0.0, found[1] - found[0]), max(0.0, found[2] - found[0]))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _scalings(number: int) -> float:
+    """Of so many rounds, those in which eight rows have a new maximum."""
+    return sum(1 - (1 - 1 / t) ** 8 for t in range(1, number + 1))
+
+
+def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[float, int]]:
+    """(rounds, of them cut by the band) of each block of a kernel, in the order of their launch."""
+    own, traits, shape = variant.geometry, variant.traits, Shape.of(call)
+    heads, group = shape.batch * shape.heads, 1
+    if traits.of_keys:  # the rows are keys, which meet the queries of all heads of a group
+        heads, group = heads // shape.groups, shape.groups
+        band = shape.band and (-shape.band[1], -shape.band[0])
+        shape = shape._replace(tokens=shape.keys, keys=shape.tokens, band=band)
+    sizes = key_tiles(shape, own)
+    edges = 0 if shape.band is None else sum(abs(end) < shape.keys for end in shape.band) * -(-own.rows // own.cols)
+    if plan.pieces and not traits.is_gradient:
+        for tile in range(plan.pieces.whole):
+            size = sizes[tile % len(sizes)]
+            yield size, min(edges, size)
+        for piece in plan.pieces.listed:
+            is_last = piece.end == sizes[piece.tile % len(sizes)]
+            yield piece.cost(own.cols) / own.cols, min(edges, piece.end - piece.first) * is_last
+        return
+    splits = 1 if traits.is_gradient else max(1, plan.splits)
+    tiles = [(group * -(-size // splits), group * min(edges, size) // splits) for size in sizes for _ in range(splits)]
+    tiles = sorted(tiles, reverse=True) if shape.band else tiles  # as a causal rule has them launched
+    if shape.band and traits.is_gradient and variant.on_tensor_cores:  # the longest of all heads first
+        yield from (tile for tile in tiles for _ in range(heads))
+    else:
+        yield from itertools.chain.from_iterable(itertools.repeat(tiles, heads))
+
+
+def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine) -> float:
+    """Of one launch."""
+    own, cycles = variant.geometry, rounds(variant, machine)
+    begin = (1 + variant.traits.is_gradient) * own.rows * variant.head_dim // 8 // own.threads + 3
+    free = [0.0] * (own.blocks * machine.num_sms)
+    for number, cut in jobs(call, plan, variant):
+        took = number * cycles.usual + _scalings(int(number)) * cycles.rising + cut * cycles.cut
+        heapq.heapreplace(free, free[0] + took + begin * machine.load)
+    return _LAUNCH + max(free) / machine.clock
+
+
+class Size(NamedTuple):
+    """Of a call; ``window``: keys that a query sees at most, itself the last of them; 0 = as many as the causal rule
+    leaves."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    is_causal: bool = False
+    window: int = 0
+
+    @property
+    def operations(self) -> int:
+        """Of the two products of the definition, a multiply-add counted as two; those of gradients are 2.5 times."""
+        tokens, most = self.tokens, self.window or self.tokens
+        visible = sum(min(row + 1, most) for row in range(tokens)) if self.is_causal else tokens * tokens
+        return 4 * self.batch * self.heads * visible * self.head_dim
+
+
+class Time(NamedTuple):
+    """Seconds of the kernels of a call."""
+
+    forward: float
+    gradients: float
+
+
+@functools.cache
+def time_of(size: Size, machine: Machine) -> Time:
+    """Of a call in float16, on plain cores in float32."""
+    dtype = torch.float16 if machine.product else torch.float32
+    query, key = (
+        torch.empty(size.batch, heads, size.tokens, size.head_dim, dtype=dtype, device="meta")
+        for heads in (size.heads, size.kv_heads)
+    )
+    window = (size.window - 1, 0) if size.window else None
+    given = Arguments(query, key, key, is_causal=size.is_causal, window=window, enable_gqa=True)
+    plan_of = tensor_plan if machine.product else plan_call
+    call = check_call(given)
+    plan = plan_of(call, machine.num_sms, divmod(machine.arch, 10), for_grad=True)
+    forward, *gradients = (kernel_seconds(call, plan, variant, machine) for variant in plan.variants)
+    return Time(forward, sum(gradients))
+
+
+def ratio(size: Size, machine: Machine) -> Time:
+    """The rate of a call in units of that of the same without a band, forward and gradients."""
+    whole = size._replace(is_causal=False, window=0)
+    needed = size.operations / whole.operations
+    return Time(*(needed * t / u for t, u in zip(time_of(whole, machine), time_of(size, machine))))
+
+
+# What an H200 measured, in TFLOP/s: forward, and forward and backward. Two numbers: the least and the most of three
+# runs. The first five calls were timed in one run, the others in a second. Both in milliseconds before the card begins:
+# fitted to the first run; in the second what an idle host was measured to take for a small call.
+MEASURED = {
+    Size(2, 8, 8, 4096, 40): ((56.8,), 63),
+    Size(2, 10, 10, 4096, 64): ((81, 116), 96),
+    Size(1, 24, 24, 4608, 128): ((143,), 129),
+    Size(1, 12, 12, 8192, 128): ((157,), None),
+    Size(4, 16, 16, 2048, 64, True): ((41, 50), 45),
+    Size(4, 32, 32, 4096, 128): ((184,), 162),
+    Size(1, 32, 8, 2048, 128, True): ((91,), None),
+}
+HOST = {True: (0.45, 1.55), False: (0.235, 1.36)}  # of the first run or not: forward, forward and backward
+
+
+def modelled_ms(size: Size) -> tuple[float, float]:
+    """Milliseconds of a measured call with its host: forward, and forward and backward, whose second kernels begin when
+    the host has launched them and the first have ended."""
+    took, (host, both) = time_of(size, MACHINES["H200"]), HOST[list(MEASURED).index(size) < 5]
+    forward = host + 1e3 * took.forward
+    return forward, max(both, forward) + 1e3 * took.gradients
+
+
+def measured_ms(size: Size) -> tuple[tuple[float, ...], float | None]:
+    """The same, measured."""
+    rates, both = MEASURED[size]
+    return tuple(size.operations / rate / 1e9 for rate in rates), both and 3.5 * size.operations / both / 1e9
+
+
+def table() -> str:
+    """Both tables."""
+    lines = ["| H200, float16 | measured, ms | modelled | of it kernels | fb measured | modelled | of it gradients |"]
+    lines.append("|---" * 7 + "|")
+    for size in MEASURED:
+        took, (forward, both) = time_of(size, MACHINES["H200"]), modelled_ms(size)
+        rates, backward = measured_ms(size)
+        name = f"B{size.batch} H{size.heads} {size.tokens} D{size.head_dim}" + " causal" * size.is_causal
+        cells = [name, " to ".join(f"{ms:.2f}" for ms in sorted(rates)), f"{forward:.2f}", f"{1e3 * took.forward:.2f}"]
+        cells += [f"{backward:.2f}", f"{both:.2f}", f"{1e3 * took.gradients:.2f}"] if backward else ["-"] * 3
+        lines.append("| " + " | ".join(cells) + " |")
+    cards = [MACHINES["T4"], MACHINES["V100"], TITAN]
+    heads = [f"{card.name}, {what}" for card in cards for what in ("forward", "gradients")]
+    lines += ["", "| head_dim | " + " | ".join(heads) + " |", "|---" * 7 + "|"]
+    for head_dim in HEAD_DIMS:
+        cells = [text for card in cards for text in _cells(head_dim, card)]
+        lines.append("| " + " | ".join([str(head_dim), *cells]) + " |")
+    return "\n".join(lines)
+
+
+def _cells(head_dim: int, card: Machine) -> Iterator[str]:
+    """Of one card, forward and gradients: the share of the peak, then rates of calls with a band."""
+    whole = Size(1, HEADS, HEADS, 4096, head_dim)
+    bands = [whole._replace(tokens=n, is_causal=True, window=w) for n, w in ((4096, 0), (2048, 0), (4096, 1024))]
+    for i, products in enumerate((1.0, 3.5)):  # seven products of gradients, of which five are needed
+        share = products * whole.operations / time_of(whole, card)[i] / card.peak if card.product else 0.0
+        text = ", ".join(f"{ratio(size, card)[i]:.2f}" for size in bands)
+        yield f"{share:.0%}; {text}" if share else text
+
+
+if __name__ == "__main__":
+    command(__doc__, (BEGIN, END), table)
