@@ -3,10 +3,10 @@
     python -m tools.models.calls                                 both tables of docs/fused-kernel.md
     python -m tools.models.calls --write docs/fused-kernel.md    put them between the marks in the document
 
-A block reads its own rows, one load after the other, the first keys and values, and plays its rounds of the main loop as
-:mod:`.tensor` does. In a round in which rows of a warp have a new maximum its sums are scaled: where eight rows share
-that work, in random order, with the probability 1 - (1 - 1 / t)^8 in round t. Tiles that the band cuts are looked at
-score by score. Blocks take the places of the card in the order of their launch, and a launch takes 5 us beside. Not
+A block reads its own rows, one load after the other, the first keys and values, and plays its rounds of the main loop
+as :mod:`.tensor` does. In a round in which rows of a warp have a new maximum its sums are scaled: where eight rows
+share that work, in random order, with the probability 1 - (1 - 1 / t)^8 in round t. Tiles that the band cuts are looked
+at score by score. Blocks take the places of the card in the order of their launch, and a launch takes 5 us beside. Not
 modelled: L2, DRAM, and that a block alone on its multiprocessor is faster than one of two. On plain cores a round takes
 what the simulation of docs/fused-kernel.md has on average, so that only the ratios of calls mean something.
 """
