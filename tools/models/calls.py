@@ -27,38 +27,31 @@ from pascal_attn_core.fused.launch.plan import Plan, Shape, key_tiles, plan_call
 from tools.fused import compiled
 from tools.int8_table import command
 
+from .sass import Instruction
 from .tensor import MACHINES, SCHEDULERS, Machine, counts, paths, simulate
 
 BEGIN, END = "<!-- times of calls: tools.models.calls -->", "<!-- end of times of calls -->"
 TITAN = Machine("TITAN X", {}, 128, 28, 61, clock=1.53e9)
 _LAUNCH = 5e-6
+_PRODUCTS = {"forward": 2, "grad_query": 3, "grad_key_value": 4}
 _OF_PLAIN_PEAK = {"forward": 0.55, "grad_query": 0.44, "grad_key_value": 0.44}
 HEAD_DIMS, HEADS = (40, 64, 80, 96, 128), 32
 
 
-class Rounds(NamedTuple):
-    """Cycles of a round of all blocks of a multiprocessor, and more where each row's sums are scaled; where the band
-    cuts the tile."""
-
-    usual: float
-    rising: float = 0.0
-    cut: float = 0.0
-
-
 @functools.cache
-def rounds(variant: Variant, machine: Machine) -> Rounds:
-    """Of a kernel."""
-    own, found = variant.geometry, []
+def _play(path: tuple[Instruction, ...], machine: Machine, warps: int, blocks: int) -> float:
+    tensor = counts(path, machine).tensor * warps * blocks / SCHEDULERS
+    return tensor / simulate(path, machine, warps, blocks)
+
+
+def round_cycles(variant: Variant, machine: Machine, **rare: bool) -> float:
+    """Cycles of a round of all blocks of a multiprocessor; ``rare``: of :func:`.sass.usual_path`."""
+    own = variant.geometry
     if not variant.on_tensor_cores:
-        products = {"forward": 2, "grad_query": 3, "grad_key_value": 4}[variant.kind]
-        work = products * own.rows * own.cols * variant.head_dim  # type: ignore[union-attr]
-        return Rounds(own.blocks * work / 128 / _OF_PLAIN_PEAK[variant.kind])
-    for rare in ({}, {"rises": True}, {"at_edge": True}):
-        ((_, path),) = paths(compiled(variant, machine.arch).cubin, **rare)
-        warps = variant.threads // 32
-        tensor = counts(path, machine).tensor * warps * own.blocks / SCHEDULERS
-        found.append(tensor / simulate(path, machine, warps, own.blocks))
-    return Rounds(found[0], max(0.0, found[1] - found[0]), max(0.0, found[2] - found[0]))
+        work = _PRODUCTS[variant.kind] * own.rows * own.cols * variant.head_dim  # type: ignore[union-attr]
+        return own.blocks * work / 128 / _OF_PLAIN_PEAK[variant.kind]
+    ((_, path),) = paths(compiled(variant, machine.arch).cubin, **rare)
+    return _play(tuple(path), machine, variant.threads // 32, own.blocks)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -96,12 +89,14 @@ def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[fl
 
 def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine) -> float:
     """Of one launch."""
-    own, cycles = variant.geometry, rounds(variant, machine)
+    own, usual = variant.geometry, round_cycles(variant, machine)
+    rising = max(0.0, round_cycles(variant, machine, rises=True) - usual)
+    cut = max(0.0, round_cycles(variant, machine, at_edge=True) - usual) if call.has_band else 0.0
     begin = (1 + variant.traits.is_gradient) * own.rows * variant.head_dim // 8 // own.threads + 3
     free = [0.0] * (own.blocks * machine.num_sms)
-    for number, cut in jobs(call, plan, variant):
-        took = number * cycles.usual + _scalings(int(number)) * cycles.rising + cut * cycles.cut
-        heapq.heapreplace(free, free[0] + took + begin * machine.load)
+    for number, edges in jobs(call, plan, variant):
+        took = begin * machine.load + number * usual + _scalings(int(number)) * rising + edges * cut
+        heapq.heapreplace(free, free[0] + took)
     return _LAUNCH + max(free) / machine.clock
 
 
@@ -156,44 +151,53 @@ def ratio(size: Size, machine: Machine) -> Time:
     return Time(*(needed * t / u for t, u in zip(time_of(whole, machine), time_of(size, machine))))
 
 
-# What an H200 measured, in TFLOP/s: forward, and forward and backward. Two numbers: the least and the most of three
-# runs. The first five calls were timed in one run, the others in a second. Both in milliseconds before the card begins:
-# fitted to the first run; in the second what an idle host was measured to take for a small call.
+class Measured(NamedTuple):
+    """Of a call on an H200: TFLOP/s forward, the least and the most of three runs where there were so many, and forward
+    and backward; milliseconds that the host takes before the card begins, and before it begins with the gradients."""
+
+    forward: tuple[float, ...]
+    both: float | None
+    host: float
+    host_both: float
+
+
+_FIRST = 0.45, 1.55  # fitted, two numbers for all calls of a run
+_SECOND = 0.235, 1.36  # measured on an idle host, for a small call
 MEASURED = {
-    Size(2, 8, 8, 4096, 40): ((56.8,), 63),
-    Size(2, 10, 10, 4096, 64): ((81, 116), 96),
-    Size(1, 24, 24, 4608, 128): ((143,), 129),
-    Size(1, 12, 12, 8192, 128): ((157,), None),
-    Size(4, 16, 16, 2048, 64, True): ((41, 50), 45),
-    Size(4, 32, 32, 4096, 128): ((184,), 162),
-    Size(1, 32, 8, 2048, 128, True): ((91,), None),
+    Size(2, 8, 8, 4096, 40): Measured((56.8,), 63, *_FIRST),
+    Size(2, 10, 10, 4096, 64): Measured((81, 116), 96, *_FIRST),
+    Size(1, 24, 24, 4608, 128): Measured((143,), 129, *_FIRST),
+    Size(1, 12, 12, 8192, 128): Measured((157,), None, *_FIRST),
+    Size(4, 16, 16, 2048, 64, True): Measured((41, 50), 45, *_FIRST),
+    Size(4, 32, 32, 4096, 128): Measured((184,), 162, *_SECOND),
+    Size(1, 32, 8, 2048, 128, True): Measured((91,), None, *_SECOND),
 }
-HOST = {True: (0.45, 1.55), False: (0.235, 1.36)}  # of the first run or not: forward, forward and backward
 
 
 def modelled_ms(size: Size) -> tuple[float, float]:
-    """Milliseconds of a measured call with its host: forward, and forward and backward, whose second kernels begin when
-    the host has launched them and the first have ended."""
-    took, (host, both) = time_of(size, MACHINES["H200"]), HOST[list(MEASURED).index(size) < 5]
-    forward = host + 1e3 * took.forward
-    return forward, max(both, forward) + 1e3 * took.gradients
+    """Milliseconds of a measured call: forward, and forward and backward, whose second kernels begin when the host has
+    launched them and the first have ended."""
+    took, of = time_of(size, MACHINES["H200"]), MEASURED[size]
+    forward = of.host + 1e3 * took.forward
+    return forward, max(of.host_both, forward) + 1e3 * took.gradients
 
 
 def measured_ms(size: Size) -> tuple[tuple[float, ...], float | None]:
     """The same, measured."""
-    rates, both = MEASURED[size]
-    return tuple(size.operations / rate / 1e9 for rate in rates), both and 3.5 * size.operations / both / 1e9
+    of = MEASURED[size]
+    return tuple(size.operations / rate / 1e9 for rate in of.forward), of.both and 3.5 * size.operations / of.both / 1e9
 
 
 def table() -> str:
     """Both tables."""
-    lines = ["| H200, float16 | measured, ms | modelled | of it kernels | fb measured | modelled | of it gradients |"]
-    lines.append("|---" * 7 + "|")
+    head = "H200, ms", "forward", "modelled", "kernels alone", "with backward", "modelled", "gradients alone"
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for size in MEASURED:
         took, (forward, both) = time_of(size, MACHINES["H200"]), modelled_ms(size)
         rates, backward = measured_ms(size)
-        name = f"B{size.batch} H{size.heads} {size.tokens} D{size.head_dim}" + " causal" * size.is_causal
-        cells = [name, " to ".join(f"{ms:.2f}" for ms in sorted(rates)), f"{forward:.2f}", f"{1e3 * took.forward:.2f}"]
+        heads = f"{size.heads}" if size.heads == size.kv_heads else f"{size.heads}/{size.kv_heads}"
+        name = f"{size.batch}x{heads}x{size.tokens}x{size.head_dim}" + ", causal" * size.is_causal
+        cells = [name, "-".join(f"{ms:.2f}" for ms in sorted(rates)), f"{forward:.2f}", f"{1e3 * took.forward:.2f}"]
         cells += [f"{backward:.2f}", f"{both:.2f}", f"{1e3 * took.gradients:.2f}"] if backward else ["-"] * 3
         lines.append("| " + " | ".join(cells) + " |")
     cards = [MACHINES["T4"], MACHINES["V100"], TITAN]
@@ -211,8 +215,8 @@ def _cells(head_dim: int, card: Machine) -> Iterator[str]:
     bands = [whole._replace(tokens=n, is_causal=True, window=w) for n, w in ((4096, 0), (2048, 0), (4096, 1024))]
     for i, products in enumerate((1.0, 3.5)):  # seven products of gradients, of which five are needed
         share = products * whole.operations / time_of(whole, card)[i] / card.peak if card.product else 0.0
-        text = ", ".join(f"{ratio(size, card)[i]:.2f}" for size in bands)
-        yield f"{share:.0%}; {text}" if share else text
+        rates = "/".join(f"{ratio(size, card)[i]:.2f}" for size in bands)
+        yield f"{share:.0%}; {rates}" if share else rates
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -109,7 +109,7 @@ class Counts:
     by_kind: Counter[str]
 
 
-def counts(path: list[Instruction], machine: Machine) -> Counts:
+def counts(path: Sequence[Instruction], machine: Machine) -> Counts:
     """Counts of one round; a lower bound of its time is the largest of the four."""
     by_kind = Counter(x.kind for x in path)
     return Counts(
@@ -160,7 +160,7 @@ class _Counters:
     (one lane writes). The n-th wait of a round is for the n-th raise of the round before.
     """
 
-    def __init__(self, path: list[Instruction], warps: int):
+    def __init__(self, path: Sequence[Instruction], warps: int):
         index = {x.address: i for i, x in enumerate(path)}
         polls = [(index[x.target], i) for i, x in enumerate(path) if x.target in index and index[x.target] < i]
         polls = [(a, b) for a, b in polls if not any(x.is_product for x in path[a:b])]
@@ -184,7 +184,7 @@ class _Counters:
             self.raised[self.raises.index(warp.at)][warp.number] += 1
 
 
-def simulate(path: list[Instruction], machine: Machine, warps: int, blocks: int, rounds: int = 12) -> float:
+def simulate(path: Sequence[Instruction], machine: Machine, warps: int, blocks: int, rounds: int = 12) -> float:
     """The share of the tensor cores' cycles in which they multiply.
 
     Args:
@@ -196,7 +196,7 @@ def simulate(path: list[Instruction], machine: Machine, warps: int, blocks: int,
 
 
 class _Simulation:
-    def __init__(self, path: list[Instruction], machine: Machine, warps: int, blocks: int):
+    def __init__(self, path: Sequence[Instruction], machine: Machine, warps: int, blocks: int):
         self.machine = machine
         self.body = [(_pipe(x), x) for x in path]
         self.per_block = warps
