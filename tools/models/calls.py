@@ -48,7 +48,7 @@ def round_cycles(variant: Variant, machine: Machine, **rare: bool) -> float:
     """Cycles of a round of all blocks of a multiprocessor; ``rare``: of :func:`.sass.usual_path`."""
     own = variant.geometry
     if not variant.on_tensor_cores:
-        work = _PRODUCTS[variant.kind] * own.rows * own.cols * variant.head_dim  # type: ignore[union-attr]
+        work = _PRODUCTS[variant.kind] * own.rows * own.cols * variant.head_dim
         return own.blocks * work / 128 / _OF_PLAIN_PEAK[variant.kind]
     ((_, path),) = paths(compiled(variant, machine.arch).cubin, **rare)
     return _play(tuple(path), machine, variant.threads // 32, own.blocks)

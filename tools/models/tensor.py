@@ -15,7 +15,7 @@ steady. What an instruction occupies:
 - a product the tensor cores of its scheduler: on a T4 8 cycles for HMMA.1688 with float32 sums (65 TFLOP/s at 40
   multiprocessors and 1.59 GHz are 128 multiplications a cycle and scheduler; the compiler too leaves 8 cycles between
   two of a warp), on GeForce cards, whose float32 sums have half the rate, 16; on a V100 (125 TFLOP/s, 80
-  multiprocessors, 1.53 GHz) 2 for each of the four steps of HMMA.884;
+  multiprocessors, 1.53 GHz) 2 for each of the four steps of HMMA.884; on an H200 8, fitted to its times (``.calls``);
 - shared memory, global loads and shuffles one pipe of the multiprocessor: 64 bytes a cycle on Turing, 128 on Volta
   (NVIDIA, "GA102 GPU Architecture": "128 bytes/clock per SM in GA102 versus 64 bytes/clock in Turing"). Without bank
   conflicts: the emulation counts those;
@@ -28,8 +28,8 @@ is where the model meets what flash-attention-turing's README measures on a T4 f
 compiled by CUDA 13.0: forward 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With
 ``--queue 48`` these come to 57, 43 and 42 %. ``tools.models.tensor_table`` has ours both ways.
 
-Not modelled: bandwidth of L2 and DRAM (a global load takes 400 cycles), the instruction cache, clocks. On Volta a load
-of 16 bytes a lane is taken to move all of its 512 bytes, also where lanes read the same.
+Not modelled: bandwidth of L2 and DRAM (a global load takes 400 cycles, on an H200 600), instruction caches, clocks. On
+Volta a load of 16 bytes a lane is taken to move all of its 512 bytes, also where lanes read the same.
 """
 
 from __future__ import annotations
