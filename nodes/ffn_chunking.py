@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch import nn
-
 from ..pascal_attn_core.ffn.binding import FfnBinding
 from ..pascal_attn_core.ffn.report import FfnReport
 from ..pascal_attn_core.machine.device import MIB
@@ -72,7 +70,7 @@ class PascalFFNChunking(inputs.PascalNode):
         patched = model.clone()
         report, line = chunk(patched, budget_mib, min_tokens, unique_id)
         host.say(line, unique_id)
-        return patched, "\n".join(filter(None, [report.text(), inside_blocks(network_of(patched))]))
+        return patched, report.text()
 
 
 class Chunking(Injection):
@@ -121,23 +119,7 @@ def chunk(
     chunking.is_quiet = is_quiet
     install(patched, chunking)
     report = binding.report(network_of(patched))
-    line = status(report, chunking.subject, settings)
-    return report, "; ".join(filter(None, [line, inside_blocks(network_of(patched))]))
-
-
-_IN_BLOCK = {"ff_proj", "ff_out"}
-
-
-def inside_blocks(model: nn.Module) -> str:
-    """Which blocks have no feed-forward module but compute its two layers among other things (CogVideoX); "" = none."""
-    kinds = [type(module).__name__ for module in model.modules() if set(module._modules) >= _IN_BLOCK]
-    if not kinds:
-        return ""
-    names = ", ".join(sorted(set(kinds)))
-    return (
-        f"{len(kinds)} blocks ({names}) compute their feed-forward layers inside their own forward: there is no module "
-        "to chunk"
-    )
+    return report, status(report, chunking.subject, settings)
 
 
 def status(report: FfnReport, subject: str, settings: str) -> str:

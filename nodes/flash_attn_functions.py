@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from ..pascal_attn_core.observe.report import CallKey, record
-from ..pascal_attn_core.patching.patch import ON, REFUSED
-from ..pascal_attn_core.stand_ins import ImportsPatch, patch_imports, patch_imports_if_asked
+from ..pascal_attn_core.patching.patch import ON, REFUSED, Patch
+from ..pascal_attn_core.stand_ins import patch_imports, patch_imports_if_asked
 from .comfy import host, inputs
 from .comfy.inputs import ANY
 from .engine import runs
 
 SUBJECT = "flash_attn functions"
 _lock = threading.Lock()
-_installed: list[ImportsPatch] = []
+_installed: list[Patch] = []
 _changes = [0]  # how often what is installed has changed
 
 

@@ -13,7 +13,7 @@ from ..pascal_attn_core.machine.device import MIB, device_info
 from .comfy import host as _host
 from .comfy import inputs
 from .estimate.figures import Figures, Host
-from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
+from .estimate.inputs import Conditioning, Latent, prompts
 from .estimate.largest import Axis, Size, axes_of, bisected, find_largest
 from .estimate.text import Subject, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
@@ -48,23 +48,17 @@ class PascalMemoryEstimate(inputs.PascalNode):
             "Whether the sampler's cfg is above 1: the negative prompt then doubles the batch, if ComfyUI finds enough "
             "memory."
         )
-        tokens = "Length of the prompt in tokens if no conditioning is connected. 0 = 77 for UNets, 256 otherwise."
         size = "The latent that will be sampled: its size, frame count and batch size."
-        vae = "The VAE that will decode: its weights and the largest image that it decodes in one piece are then shown."
-        clip = "The text encoder of the prompt: its weights are then shown too."
-        conditioning = "The prompt, for its exact length and for models whose conditioning is more than text."
+        vae = "The VAE that will decode: the largest image that it decodes in one piece is then shown."
+        prompt = "The prompt that will be sampled: its length, and what a model is given besides text, count."
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model that will sample. It is neither loaded nor changed."}),
                 "latent": ("LATENT", {"tooltip": size}),
+                "conditioning": ("CONDITIONING", {"tooltip": prompt}),
                 "guidance": ("BOOLEAN", {"default": True, "tooltip": guidance}),
             },
-            "optional": {
-                "conditioning": ("CONDITIONING", {"tooltip": conditioning}),
-                "text_tokens": ("INT", {"default": 0, "min": 0, "max": 65536, "tooltip": tokens}),
-                "vae": ("VAE", {"tooltip": vae}),
-                "clip": ("CLIP", {"tooltip": clip}),
-            },
+            "optional": {"vae": ("VAE", {"tooltip": vae})},
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
@@ -72,29 +66,26 @@ class PascalMemoryEstimate(inputs.PascalNode):
         self,
         model: Any,
         latent: dict[str, Any],
+        conditioning: Conditioning,
         guidance: bool = True,
-        conditioning: Conditioning | None = None,
-        text_tokens: int = 0,
         vae: Any = None,
-        clip: Any = None,
         unique_id: str | None = None,
     ) -> tuple[str, float]:
         """The estimate, and the MiB that the patch saves."""
         wanted, device = Latent.of(model, latent), model.load_device
         free, total = _host.free_and_total_bytes(device)
         copies = batch_copies(model, wanted, free) if guidance else 1
-        tokens = text_tokens or (77 if hasattr(model.model.diffusion_model, "input_blocks") else 256)  # a UNet, or not
         name = _host.name_of_model(model.model)
         with torch.random.fork_rng(devices=[]):  # the workflow's random numbers are not ours
-            followed = follow(model, wanted, conditioning, tokens, copies)
+            followed = follow(model, wanted, conditioning, copies)
             if isinstance(followed, str):
                 _host.say(f"memory estimate: {name}: {followed}", unique_id, f"{name}: no estimate")
                 return f"{name}: {followed}", 0.0
-            attention, others = _host.attention_name(), _weights_of({"text encoder": clip, "VAE": vae})
+            attention = _host.attention_name()
             host = Host(device, device_info(device), "" if attention == SDPA else attention, budget_from(total))
             available = min(total, free + model.loaded_size())
-            subject = Subject(name, wanted.shapes, model.model_size(), available, total, others)
-            trace = functools.partial(_traced, followed, model, wanted, conditioning, tokens)
+            subject = Subject(name, wanted.shapes, model.model_size(), available, total)
+            trace = functools.partial(_traced, followed, model, wanted, conditioning)
             axes = axes_of_latent(model, wanted) if available else []
             fits = [(axis, find_largest(axis, trace, host, subject.room)) for axis in axes]
         found = Figures(followed, host)
@@ -110,12 +101,6 @@ def _bytes_of_decoding(vae: Any, size: Size) -> int:
     return int(vae.memory_used_decode(size.shape, vae.vae_dtype))
 
 
-def _weights_of(parts: dict[str, Any]) -> dict[str, tuple[int, bool]]:
-    """Bytes of the weights of the parts that are there, and whether ComfyUI computes with them on the card."""
-    patchers = {name: part.patcher for name, part in parts.items() if part is not None}
-    return {name: (each.model_size(), each.load_device.type != "cpu") for name, each in patchers.items()}
-
-
 def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
     """The axes along which the latent may grow; none for several streams, whose sizes depend on each other."""
     if len(latent.shapes) != 1 or len(latent.shapes[0]) not in (4, 5):
@@ -126,34 +111,32 @@ def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
     return axes_of(tuple(int(size) for size in latent.shapes[0]), pixels, frames)
 
 
-def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> ModelCall | str:
+def follow(model: Any, latent: Latent, conditioning: Conditioning, copies: int) -> ModelCall | str:
     """Trace one call of the model with ``copies`` prompts in a batch, or one if it takes no more; returns a
     reason where that fails."""
-    reason = "nothing is known about the prompts that it takes"
+    reason = ""
     for number in dict.fromkeys((copies, 1)):
-        for prompt in [conditioning] if conditioning else guessed_conditioning(model, tokens):
-            try:
-                call = trace_model(model, latent, max(prompts(prompt), key=_length), number)
-            except _host.interrupts():
-                raise
-            except Exception as error:  # whatever a model raises when it is followed without numbers
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                log.debug("pascal_attn: memory estimate", exc_info=True)
-                continue
+        try:
+            call = trace_model(model, latent, max(prompts(conditioning), key=_length), number)
+        except _host.interrupts():
+            raise
+        except Exception as error:  # whatever a model raises when it is followed without numbers
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            log.debug("pascal_attn: memory estimate", exc_info=True)
+        else:
             if call.attention:
                 return call
             reason = "it does not offer its attention calls to patches"
-    advice = "" if conditioning else " Connect the prompt's conditioning."
-    return f"no estimate, since the model could not be traced ({reason}).{advice}"
+    return f"no estimate, since the model could not be traced ({reason})."
 
 
 def _traced(
-    known: ModelCall, model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, shape: tuple[int, ...]
+    known: ModelCall, model: Any, latent: Latent, conditioning: Conditioning, shape: tuple[int, ...]
 ) -> ModelCall:
     if shape == tuple(latent.shapes[0]):
         return known
     samples = torch.zeros(shape)
-    found = follow(model, Latent(samples, [samples.shape]), conditioning, tokens, known.copies)
+    found = follow(model, Latent(samples, [samples.shape]), conditioning, known.copies)
     return ModelCall() if isinstance(found, str) else found
 
 

@@ -16,7 +16,7 @@ from .comfy import host, inputs
 from .comfy.inputs import ANY
 from .engine import runs
 from .reporting.exactness import check
-from .reporting.findings import Findings, choose_runs, merged
+from .reporting.findings import Findings, choose_runs
 from .reporting.picture import as_image, save_preview
 from .reporting.text import draw_report, headline, report_text
 
@@ -116,7 +116,6 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
     shown, remarks = choose_runs(runs.remembered(), prompt, host.prompt_id(), unique_id)
     for entry in shown if exactness_check else ():
         check(entry.run)
-    shown = merged(shown)
     alarms = complaints(machine) + [text for entry in shown for text in entry.said(entry.alarms)]
     for alarm in alarms:
         log.warning("pascal_attn: report: %s", alarm)

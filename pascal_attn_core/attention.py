@@ -96,8 +96,10 @@ def sdpa_with_lse(
     sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> AttentionOutput:
-    """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
-    float64 inputs), which is differentiable too. Two results over disjoint keys can be merged by their lse."""
+    """As :func:`sdpa`, and also return lse, the natural logarithm of the softmax's denominator.
+
+    It is ``[*batch, Hq, L]`` in float32 (float64 for float64 inputs), -inf for a row without keys, and differentiable
+    too. Two results over disjoint keys can be merged by their lse."""
     more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
     given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **more)
     return _attend(sdpa_with_lse, given, config, with_lse=True)
@@ -178,8 +180,9 @@ def explain(
     sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> str:
-    """Which route :func:`sdpa` would take for this call and why, and why not each of the others. If the choice depends
-    on timing two kernels (:mod:`.routes.timing`), they are timed."""
+    """Return which route :func:`sdpa` would take for this call and why, and why not each of the others.
+
+    If the choice depends on timing two kernels (:mod:`.routes.timing`), they are timed. Raises as :func:`sdpa` does."""
     config = config_of(config)
     more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
     given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **more)
@@ -194,8 +197,8 @@ def explain(
 
 
 def _may_be_recorded() -> bool:
-    """Whether ``make_fx`` records a call, whose derivatives it does not; or torch.compile, which has left its graph
-    because of a transform, may watch each function that runs."""
+    """Whether a call may be recorded: by ``make_fx``, which does not record derivatives, or by torch.compile, which
+    watches each function that runs after a transform has ended its graph."""
     if order_of_transforms():
         return "torch._dynamo" in sys.modules
     return is_recorded()
@@ -209,8 +212,8 @@ def _attend(
     with_lse: bool,
     kind: Kind | None = None,
 ) -> Any:
-    """A call of ``function``. Compiled, traced and fake calls, those of other tensor classes with a dispatch of their
-    own, and calls on meta, where there are shapes only, become one operator. ``kind``: that its choice is kept for."""
+    """Compute a call of ``function``; its choice is kept for ``kind``. Compiled, traced, fake and meta calls, and those
+    of tensor classes with a dispatch of their own, become one operator."""
     if not (config is None or isinstance(config, AttentionConfig)):
         config_of(config)  # raises
     is_compiling = torch.compiler.is_compiling()

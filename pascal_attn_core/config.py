@@ -40,9 +40,10 @@ class AttentionConfig:
 
     Attributes:
         route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused-tensor"`` (float16 on the tensor
-            cores of sm_70 and newer), ``"fused"``, ``"torch"``, ``"tiled"``, ``"math"``. A named route that cannot take
-            a call raises :class:`UnsupportedAttention`. ``"fused-int8"``, never chosen by ``"auto"``: both
-            products in 8-bit integers (sm_61 and newer, no gradients; not exact: relative error about 1e-2).
+            cores of sm_70 and newer; float16 and bfloat16 on AMD's matrix units), ``"fused"``, ``"torch"``,
+            ``"tiled"``, ``"math"``. A named route that cannot take a call raises :class:`UnsupportedAttention`.
+            ``"fused-int8"``, never chosen by ``"auto"``, computes both products in 8-bit integers (sm_61 and newer, no
+            gradients; not exact: relative error about 1e-2).
         fused: whether the fused kernel may be used at all.
         budget_mib: largest extra memory of one call in MiB: everything but the inputs and the output; in the backward
             pass everything but the gradients and, for 16-bit inputs, the float32 sums of one key/value head's

@@ -4,10 +4,10 @@
 
     patch = patch_flex_attention()       # torch's own functions become these, whoever has imported them
 
-A block that the mask skips is not visited, one that it leaves whole is not asked for again, ``score_mod`` sees one
-tile of scores at a time. Gradients go through ``score_mod``, to the tensors that it reads as well. torch's own needs
-Triton; where there is none, or without ``torch.compile``, it stores the whole score matrix, and its
-``create_block_mask`` stores some matrices of that size on every device.
+A block that the mask skips is not visited, one that it leaves whole is not asked for again, and ``score_mod`` sees one
+tile of scores at a time. Gradients go through ``score_mod``, to the tensors that it reads as well. Without Triton, or
+without ``torch.compile``, torch's own functions store the whole score matrix. Their ``create_block_mask`` stores some
+matrices of that size on every device.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return number, torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
 
 
-# ---- in the place of torch's functions -------------------------------------------------------------------------------
+# ---- in place of torch's functions -----------------------------------------------------------------------------------
 
 _Site = tuple[dict[str, Any], str, Any, Any]  # names of a module, name, what was there, what is there now
 _lock = threading.Lock()
@@ -266,7 +266,7 @@ _sites: list[_Site] = []
 
 
 def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
-    """Put :func:`flex_attention` and :func:`create_block_mask` in the place of torch's in this process, also in modules
+    """Put :func:`flex_attention` and :func:`create_block_mask` in place of torch's in this process, also in modules
     that have imported these by name, as they are or in ``torch.compile``, until ``remove()`` of the Patch. Of several
     patches the last one's ``config`` counts.
 
@@ -298,7 +298,7 @@ def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
 
 
 def _put_in_place(attend: Callable[..., Any], make: Callable[..., Any]) -> list[_Site]:
-    """Ours in the place of torch's functions. Who keeps them longer than the last patch is in force gets torch's."""
+    """Ours in place of torch's functions. Who keeps them longer than the last patch is in force gets torch's."""
     compiles_well = _has_compiled_kernels()
 
     @functools.wraps(attend)
@@ -335,7 +335,7 @@ def _has_compiled_kernels() -> bool:
 
 
 def _exchange(old: Any, new: Any, *, compiled: bool = False) -> list[_Site]:
-    """Put one function in the place of another in every module that holds it. ``compiled``: also where it is wrapped by
+    """Put one function in place of another in every module that holds it. ``compiled``: also where it is wrapped by
     ``torch.compile``."""
     sites = []
     for module in list(sys.modules.values()):

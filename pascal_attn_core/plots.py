@@ -42,8 +42,8 @@ def on_any_page() -> Iterator[None]:
 
 @on_any_page()
 def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence[int] | None = None) -> Any:
-    """A heat map of softmax rows, one panel for each head (at most 8) of the first batch element. Where there are more
-    keys than columns, a column has the maximum of its keys, so that no key with a large weight is lost; colours follow
+    """A heat map of softmax rows, one panel for each head (at most 8) of the first batch element. If there are more
+    keys than columns, a column has the maximum of its keys, so that no key with a large weight is lost. Colours follow
     the square root of the probability, so that small weights can be seen.
 
     Args:

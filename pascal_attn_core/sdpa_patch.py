@@ -15,7 +15,7 @@ the patch in its backward pass too; functions that it has imported by name are n
 function modes are not active while torch runs the backward pass.
 
 If the switch was set before torch's own ``context_parallel`` is entered, calls inside it stay torch's; inside it the
-switch cannot be set. To divide tokens among processes with this package, see :mod:`pascal_attn_core.parallel`.
+switch cannot be set.
 """
 
 from __future__ import annotations
@@ -171,8 +171,7 @@ def _replacement() -> _Replacement:
     if str(getattr(current, "__module__", "")).startswith("torch.distributed."):
         raise RuntimeError(
             f"the switch must be set before torch's context_parallel is entered, got {SDPA_NAME} of "
-            f"{current.__module__}: on top of it ours would see only the tokens of this process. "
-            "pascal_attn_core.parallel.context_parallel_sdpa divides calls among processes itself"
+            f"{current.__module__}: on top of it ours would see only the tokens of this process"
         )
     for made in _made:
         if made.function is current or (made.original is current and not made.patches):

@@ -188,9 +188,9 @@ def read_cell(text: str) -> Cell:
 
 
 def table_variants(arch: str) -> list[AnyVariant]:
-    """The variants of an architecture in the table: what ships, all of 8 bits, and of every other kind, at
-    some head_dims, the variant that takes the most registers, with numbers added to float32 scores and padded; of pairs
-    of float16 that one as well."""
+    """The variants of an architecture in the table: what ships, all of 8 bits, and of every other kind, at some
+    head_dims, the one that takes the most registers. That one is padded and has a float mask; it is in float32,
+    and for pairs also in float16."""
     hardest = [
         variant
         for variant in amd_variants(arch)

@@ -3,9 +3,9 @@
     python tools/attention_share.py
     python tools/attention_share.py --attention 3.5 --linear 3
 
-Prints a table: the share of attention, of linear layers and of convolutions, and by how much a step gets faster if
-attention and linear layers are so many times as fast (Amdahl's law, all kinds at the same rate; for attention alone
-1 / (1 - share + share / 1.5)). The models are the published configurations of diffusers; nothing is downloaded.
+Prints a table: the share of attention, of linear layers and of convolutions, and the speedup of a step if attention and
+linear layers are so many times as fast. That is Amdahl's law, all kinds at the same rate: for attention alone 1 / (1 -
+share + share / 1.5). The models are the published configurations of diffusers; nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 ``executed``: executes the machine code that ships on this CPU. ``prebuilt`` does so with what is new before it writes.
 
 Needs g++ and the test extra (NVRTC 12.6 as a wheel). Results are cached in ``build/fused`` by the hash of their
-preprocessed source and of the compiler's options, so that a second run only compiles what has changed; ``--since
-HEAD`` takes what has not changed since that commit from its table and its cubins. Parameters that a kernel does not
+preprocessed source and of the compiler's options, so that a second run only compiles what has changed. ``--since HEAD``
+takes what has not changed since that commit from its table and its cubins. Parameters that a kernel does not
 read change its cubin, but no figure.
 """
 

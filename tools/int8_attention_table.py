@@ -44,9 +44,9 @@ def normal(
 
 
 def video(dim: int, sharpness: float = 1.0) -> Inputs:
-    """Tokens of a video transformer on a grid of 5 x 20 x 30: smooth fields and noise, projected; RMS-normed query and
-    key with gains of which a few are large, and rotary embedding of three axes; a key with a common part; values with a
-    mean, channels of uneven size and a few large tokens."""
+    """Tokens of a video transformer on a grid of 5 x 20 x 30: smooth fields and noise, projected. Query and key are
+    RMS-normed, with gains of which a few are large, and have rotary embedding of three axes; keys have a common part.
+    Values have a mean, channels of uneven size and a few large tokens."""
     grid, features = (5, 20, 30), 96
     count = math.prod(grid)
     smooth = F.interpolate(torch.randn(1, features, 3, 5, 6), size=grid, mode="trilinear", align_corners=True)
@@ -189,7 +189,7 @@ def sage1(inputs: Inputs) -> Tensor:
 
 
 def sage2(inputs: Inputs) -> Tensor:
-    """SageAttention2 with 8 bits: a scale for 4 rows of Q and 16 of K, as a thread has them; P in e4m3 against the
+    """SageAttention2 with 8 bits: a scale for 4 rows of Q and 16 of K, as a thread has them. P is in e4m3 against the
     running maximum of 64 keys, V in e4m3 with a scale for each channel."""
     scores = _scores(inputs, _strided(inputs.query.double(), 4, 8, 1), _strided(_centred(inputs.key), 8, 4, 2))
     tiles = F.pad(scores, (0, -scores.shape[-1] % 64), value=-math.inf).unflatten(-1, (-1, 64))

@@ -1,5 +1,6 @@
-"""How far whole models are from the float arithmetic of the same file when their linear layers run in 8 bits: small
-models of diffusers with random weights, in GGUF files made with the package gguf, and in 8-bit floats.
+"""How far whole models are from the float arithmetic of the same file when their linear layers run in 8 bits.
+
+Small models of diffusers with random weights, in GGUF files made with the package gguf, and in 8-bit floats.
 
     python -m tools.int8_files_table                       # print the table
     python -m tools.int8_files_table --write docs/gguf.md  # put it between the marks in the document

@@ -2,16 +2,16 @@
 
 Runs the package's own launches, as PTX by the NVRTC of the test extra, on one multiprocessor of GPGPU-Sim, and compares
 the results with float64; what packs for 8-bit attention runs in the emulation of the tests. Printed are the cycles for
-two numbers of keys (of queries, where the tiles that stay are keys) and, from their difference, the share of the
-float32 peak of the steady state; of 8-bit attention also how many times the float32 kernel's that is. PTX runs as it is
-written, by the simulator's own allocation of registers: what ptxas would reorder is not seen. Designs can be compared,
-a card's speed is not foretold. Some minutes per run.
+two numbers of keys (of queries, where the tiles that stay are keys). From their difference follows the share of the
+float32 peak in the steady state; for 8-bit attention also how many times the float32 kernel's that is. PTX runs as it
+is written, by the simulator's own allocation of registers: what ptxas would reorder is not seen. Designs can be
+compared, a card's speed is not foretold. Some minutes per run.
 
 The folder holds a built checkout of github.com/gpgpu-sim/gpgpu-sim_distribution (4.0, commit 90ec3399) with its
-``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11 (the wheel
-nvidia-cuda-runtime-cu11, and cudaProfiler.h, which that wheel lacks, from any CUDA), and needs no GPU and no nvcc:
-``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints ``Cuda compilation tools, release
-11.0, V11.0.1``; crt/ is in the wheel nvidia-cuda-nvcc-cu11.
+``build`` folder. It builds with g++ 12, flex, bison and makedepend, and needs no GPU and no nvcc. The headers are those
+of CUDA 11: the wheel nvidia-cuda-runtime-cu11, crt/ of the wheel nvidia-cuda-nvcc-cu11, and cudaProfiler.h of any CUDA.
+``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints
+``Cuda compilation tools, release 11.0, V11.0.1``.
 For a bison newer than 3.0, the rule of ``ptx_parser_decode.def`` in ``src/cuda-sim/Makefile`` must leave out the lines
 with ``YY`` and the comments.
 For ``int8`` apply ``tools/simulator/dp4a.patch`` before: the simulator has no dp4a, and its prmt is wrong.

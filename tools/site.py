@@ -26,7 +26,7 @@ BESIDE = {
 }
 # Modules whose public names make a page each.
 API = ("", "attention_map", "device", "diffusers", "ffn", "flash_attn", "int8", "layers", "observe.memory",
-       "observe.progress", "parallel", "plots", "sdpa_patch", "stand_ins", "transformers", "vae")  # fmt: skip
+       "observe.progress", "plots", "sdpa_patch", "stand_ins", "transformers", "vae")  # fmt: skip
 _LINK = re.compile(r"(!?)\[((?:!\[[^\]]*\]\([^)]*\)|[^\]])*)\]\(([^)\s]+)\)")  # its text may be a picture
 _SOURCE = re.compile(r'(src|href)="([^"]+)"')
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)")

@@ -2,9 +2,9 @@
 
 python tools/vae_cost.py [sd SIZE | wan HEIGHT WIDTH FRAMES] [--budget MIB] [--exact] [--plan]
 
-Prints the most memory on the device at once, counted tensor by tensor (what lies between the layers in host memory is
-not on the device; the weights are in neither figure), the CPU time of whole and banded calls in turns (medians), and
-the largest difference. ``--exact`` decodes in float64 too: how far torch's own float32 is from that.
+Prints the most memory on the device at once, the CPU time of whole and banded calls in turns (medians), and the largest
+difference. Memory is counted tensor by tensor, without the weights and without what lies between the layers in host
+memory. ``--exact`` decodes in float64 too: how far torch's own float32 is from that.
 ``--plan`` computes nothing, so that any size goes: the memory of a whole call from shapes alone, that in bands as
 calculated before each layer.
 """

@@ -3,10 +3,10 @@
     python tools/vae_picture.py [SIZE] [--budget MIB] [--write FILE]
 
 The decoder is the class of Stable Diffusion and SDXL with their channel counts and random weights, so nothing is
-downloaded. Only its last convolution is fitted, by least squares on some of the pixels, so that it decodes the
-photograph (US Navy, public domain, shipped with matplotlib) from a latent that holds it at an eighth of the size. The
-figures in the picture are measured while it is made, as by ``tools/vae_cost.py``: most memory at once on the device, a
-CPU standing in for it. Takes about ten minutes at 1024.
+downloaded. Only its last convolution is fitted, by least squares on some of the pixels. So it decodes the photograph
+(US Navy, public domain, shipped with matplotlib) from a latent that holds it at an eighth of the size. The figures in
+the picture are measured while it is made, as by ``tools/vae_cost.py``: most memory at once on the device, a CPU
+standing in for it. Takes about ten minutes at 1024.
 """
 
 from __future__ import annotations

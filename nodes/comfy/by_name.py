@@ -2,7 +2,7 @@
 
 ``wrap_attn`` of ComfyUI puts a wrapper around each of its functions. It hands a call that is announced in
 ``transformer_options`` to the override, and any other to the function, which is a variable of the wrapper's closure.
-While a patched model runs, that variable is a function of ours.
+While a patched model runs, that variable is our function.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def exact_attention(function: Any, *, plain: bool) -> tuple[Any, str]:
     """The function that says what a call of ``function`` means, called with the same arguments, and its name.
 
     A function of ComfyUI's that rounds coarsely (Sage) stands for the one that does not; and so do those that add a
-    bool mask or know no scale, unless the call is ``plain``. Everybody else's function speaks for itself.
+    bool mask or know no scale, unless the call is ``plain``. Any other function is returned itself.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if getattr(function, "__module__", "") != "comfy.ldm.modules.attention":

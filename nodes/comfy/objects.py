@@ -1,8 +1,7 @@
 """Functions of a model's modules, replaced for one clone of its ComfyUI patcher.
 
-Object patches, not injections: ComfyUI takes object patches out whenever it loads another clone of the model, even if
-the patched one has been forgotten meanwhile (its backup belongs to all clones); an injection of a forgotten clone
-stays in the model for good.
+Object patches, not injections: an injection of a forgotten clone stays in the model for good. ComfyUI takes object
+patches out whenever it loads another clone of the model, since their backup belongs to all clones.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MARK = "pascal_attn_replacement"
 def replace_functions(patcher: Any, find: Callable[[nn.Module], Replacements]) -> None:
     """Replace what ``find`` names in the patcher's model, for this clone and those made from it.
 
-    A replacement of ours that the clone already has is taken off. A clone that gets a model of its own (another device,
+    Our replacement that the clone already has is taken off. A clone that gets a model of its own (another device,
     or no dynamic loading) has the functions of that model replaced, not those of this one.
     """
     from comfy.patcher_extension import CallbacksMP

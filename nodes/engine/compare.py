@@ -1,8 +1,8 @@
 """The host's own function on the host's own arguments, for a few queries of a call: what ours must equal.
 
-An answer can be exact and yet answer another question than the host asked, if its arguments were read otherwise than
-the host reads them. So rows of each new kind of call are computed by the host's function too, from the arguments as
-they came: sliced, but neither split into heads nor reordered here.
+A result can be exact for other arguments than the host's, if these were read otherwise than the host reads them. So
+rows of each new kind of call are computed by the host's function too, from the arguments as they came: sliced, but
+neither split into heads nor reordered here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Difference:
 
     Attributes:
         function: the host's function, ``"attention_pytorch"``.
-        gap: the distance of ours from the host's; rows in which the host's own is not finite do not count.
+        gap: the distance of our rows from the host's; rows in which the host's own is not finite do not count.
         dtype: number format of the call; the host's function was given the same numbers in float32.
     """
 

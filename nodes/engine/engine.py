@@ -179,11 +179,11 @@ class Engine:
                 device, prompt = host.compute_device(), host.prompt_id()
                 if not prompt or all(run.prompt_id != prompt for run in runs.remembered()):
                     forget_halvings()  # what ran out of memory in an earlier prompt may fit in this one
-                self._run = Run(self.subject, self.part, self.describe(), str(device), self.unique_id, prompt)
+                begun = Run(self.subject, self.part, self.describe(), str(device), self.unique_id, prompt)
+                self._run = runs.remember(begun)
                 start_of_run(device)
                 self._metered.clear()
                 self._finite_inputs = True
-                runs.remember(self._run)
             return self._run
 
     def describe(self) -> str:

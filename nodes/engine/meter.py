@@ -23,9 +23,9 @@ _SAMPLE_BYTES = 64 << 20
 class Meter:
     """Times the block that it is entered for, and measures its memory if asked.
 
-    On CUDA the time is that between two events, read at the end of the run, and the memory the allocator's own peak;
-    on a CPU the memory is counted exactly, which slows that call down, so only the first call of a kind is measured.
-    Other devices work on after a call has returned and are not timed, nor is what a CUDA graph captures.
+    On CUDA the time is that between two events, read at the end of the run, and the memory the allocator's own peak. On
+    a CPU the memory is counted exactly, which slows that call down, so only the first call of a kind is measured. Other
+    devices work on after a call has returned and are not timed, nor is what a CUDA graph captures.
 
     Attributes:
         out_bytes: size of the result, to be set inside the block; it is not extra memory.

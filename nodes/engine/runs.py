@@ -1,4 +1,5 @@
-"""The record of attention while one model ran: one Run per sampling, decoding or encoding, kept for the report."""
+"""The record of attention while one model ran, kept for the report: all samplings, decodings or encodings that one node
+makes in one prompt are one Run."""
 
 from __future__ import annotations
 
@@ -93,8 +94,10 @@ class CallTally(TiledStats):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Some rows of one real call, enough to check them against float64: query and out ``[rows, D]`` and ``[rows,
-    Dv]`` of one head, key and value ``[S, D]`` and ``[S, Dv]`` of its key/value head, mask None or ``[rows or 1, S]``.
+    """Some rows of one real call, enough to check them against float64.
+
+    Of one head query is ``[rows, D]`` and out ``[rows, Dv]``; of its key/value head key is ``[S, D]`` and value
+    ``[S, Dv]``; mask is None or ``[rows or 1, S]``.
     """
 
     kind: CallKind
@@ -150,6 +153,7 @@ class Run:
     compared: dict[Hashable, Difference | None] = field(default_factory=dict, repr=False)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)
+    _since: float = field(default_factory=time.time, repr=False)  # it has gone on
 
     def tally(self, kind: CallKind) -> CallTally:
         """The counts of a kind, still 0 for one that is new."""
@@ -209,8 +213,21 @@ class Run:
                 end.synchronize()
                 _read_clock(tally, start, end)
             self._pending.clear()
-            self.elapsed_s = time.time() - self.started
+            self.elapsed_s += time.time() - self._since
             self.finished = True
+
+    def go_on(self, run: Run) -> Run:
+        """It runs again, as ``run``, whose sentences come first; returns itself."""
+        with self.lock:
+            self.finished, self._since, self.is_exact = False, run._since, self.is_exact and run.is_exact
+            for name in ("gains", "warnings", "notes"):
+                setattr(self, name, list(dict.fromkeys(getattr(run, name) + getattr(self, name))))
+            return self
+
+    @property
+    def identity(self) -> tuple[str | None, ...]:
+        """Two runs of which it is equal are one: what was patched and how, by which node, in which prompt."""
+        return self.subject, self.part, self.settings, self.device, self.unique_id, self.prompt_id
 
     # ---- sums ----
 
@@ -294,13 +311,20 @@ _lock = threading.Lock()
 _recent: deque[Run] = deque(maxlen=32)
 
 
-def remember(run: Run) -> None:
-    """Keep a run that has begun, for the report; the oldest is forgotten. Its sample replaces those of older runs."""
+def remember(run: Run) -> Run:
+    """Keep a run that has begun, for the report; the oldest is forgotten. Its sample replaces those of older runs.
+
+    A node that runs again in the same prompt (the negative prompt, the next tile of an upscaler) goes on with the run
+    that it had there, which is returned.
+    """
     with _lock:
         for other in _recent:
+            if run.prompt_id and run.unique_id and other.finished and other.identity == run.identity:
+                return other.go_on(run)
             if other.subject == run.subject and other.part == run.part and other.finished:
                 other.sample = None
         _recent.append(run)
+        return run
 
 
 def remembered() -> list[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ class Need(NamedTuple):
     """Extra memory of a call in bytes: at least, without the patch, and at most, with it; and why."""
 
     sizes: tuple[int, int]
-    why: str = ""
+    why: str
 
 
 class Figures:
@@ -47,22 +48,20 @@ class Figures:
 
     Attributes:
         call, host: what the evaluation does, and where.
-        needs: of each kind of attention call.
-        attention_bytes, ffn_bytes, peaks: without the patch, and with it: the most extra memory of one attention call,
-            of one feed-forward call; the most at any moment, the model's other tensors included.
+        needs: of each kind of call.
+        peaks: the most at any moment, the model's other tensors included, without the patch and with it.
     """
 
     def __init__(self, call: ModelCall, host: Host):
         self.call, self.host = call, host
-        self.needs = {shape: need_of(shape, host) for shape in set(call.attention)}
-        attention = [(shape.live_bytes, self.needs[shape].sizes) for shape in call.attention]
-        ffn = [(layer.live_bytes, _ffn_need(layer, host).sizes) for layer in call.ffn]
-        self.attention_bytes, self.ffn_bytes, self.peaks = ([0, 0], [0, 0], [call.other_bytes] * 2)
-        for calls, most in ((attention, self.attention_bytes), (ffn, self.ffn_bytes)):
-            for live, sizes in calls:
-                for way, size in enumerate(sizes):
-                    most[way] = max(most[way], size)
-                    self.peaks[way] = max(self.peaks[way], live + size)
+        calls: list[AttentionShape | FfnShape] = [*call.attention, *call.ffn]
+        self.needs = {each: _need_of(each, host) for each in set(calls)}
+        taken = [[each.live_bytes + size for size in self.needs[each].sizes] for each in calls]
+        self.peaks = [max(way) for way in zip([call.other_bytes] * 2, *taken)]
+
+    def most(self, calls: Sequence[AttentionShape | FfnShape]) -> list[int]:
+        """The most extra memory that one of these calls takes, without the patch and with it."""
+        return [max(way) for way in zip(*(self.needs[each].sizes for each in calls))]
 
     @property
     def saved_bytes(self) -> int:
@@ -70,25 +69,27 @@ class Figures:
         return self.peaks[0] - self.peaks[1]
 
 
-def _ffn_need(layer: FfnShape, host: Host) -> Need:
-    is_whole = len(layer.shape) < 2 or layer.shape[-2] < host.ffn_tokens
-    chunked = layer.extra_bytes if is_whole else min(layer.extra_bytes, host.ffn_budget_mib * MIB)
-    return Need((layer.extra_bytes, chunked))
+def _need_of(call: AttentionShape | FfnShape, host: Host) -> Need:
+    """Memory that one call takes besides its inputs and result."""
+    if isinstance(call, AttentionShape):
+        return _attention_need(call, host)
+    is_whole = len(call.shape) < 2 or call.shape[-2] < host.ffn_tokens
+    chunked = call.extra_bytes if is_whole else min(call.extra_bytes, host.ffn_budget_mib * MIB)
+    return Need((call.extra_bytes, chunked), f"the patch chunks it, budget {host.ffn_budget_mib} MiB")
 
 
-def need_of(shape: AttentionShape, host: Host) -> Need:
-    """Memory that one attention call takes besides its inputs and result."""
+def _attention_need(shape: AttentionShape, host: Host) -> Need:
     try:  # no other route exceeds the tiled one, by design
         patched = plan_call(_call_of(shape, "meta"), host.info, AttentionConfig()).extra_bytes
     except (TypeError, ValueError):
-        patched = shape.score_bytes  # left to ComfyUI
+        patched = shape.extra_bytes  # left to ComfyUI
     if host.attention:
         return Need((0, patched), f"ComfyUI's {host.attention} splits it according to the free memory")
     if not fused_takes(shape, host.device):
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
         if host.info.kind == "hip" and has_kernels(host.info):
             why += "; the patch has a kernel that does not store it, and tiles"
-        return Need((shape.score_bytes, min(patched, shape.score_bytes)), why)
+        return Need((shape.extra_bytes, min(patched, shape.extra_bytes)), why)
     why = "PyTorch has a fused kernel for it here, which stores no score matrix"
     return Need((0, 0), f"{why}; the patch uses it too") if host.info.is_gpu else Need((0, patched), why)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,6 @@ import torch
 from torch import Tensor, nn
 
 Conditioning = list[Any]  # ComfyUI's: [[tensor [B, T, C], {"pooled_output": ...}], ...]
-_TEXT_WIDTHS = ("context_dim", "context_in_dim", "text_dim", "cap_feat_dim", "caption_channels", "joint_attention_dim",
-                "text_states_dim", "cross_attention_dim", "txt_dim", "text_hidden_dim", "text_embed_dim")  # fmt: skip
-_POOLED_WIDTHS = ("vec_in_dim", "adm_in_channels", "pooled_projection_dim", "text_states_dim_2")
 
 
 @dataclass(frozen=True)
@@ -43,31 +39,6 @@ class Latent:
             packed, shapes = comfy.utils.pack_latents(samples.unbind())
             return Latent(packed.float().cpu(), shapes)
         return Latent(samples.float().cpu(), [samples.shape])
-
-
-def guessed_conditioning(patcher: Any, tokens: int) -> Iterator[Conditioning]:
-    """Prompts of ``tokens`` tokens such as the model may want, the likeliest first."""
-    config = getattr(getattr(patcher.model, "model_config", None), "unet_config", {})
-    widths = [config[name] for name in _TEXT_WIDTHS if isinstance(config.get(name), int)]
-    embedder = config.get("context_embedder_config", {}).get("params", {}).get("in_features")
-    if embedder:
-        widths.append(embedder)
-    widths += [w[0] for w in (config.get("context_dim"),) if isinstance(w, list) and w]
-    if not widths:
-        words, modules = ("txt", "text", "context", "caption", "cap_"), patcher.model.diffusion_model.named_modules()
-        widths = [
-            int(m.in_features) for name, m in modules if any(w in name for w in words) and hasattr(m, "in_features")
-        ]
-    pooled = [config[name] for name in _POOLED_WIDTHS if isinstance(config.get(name), int)]
-    if "model_channels" in config:  # a UNet's vector holds sizes beside the pooled prompt
-        pooled = []
-    for width in dict.fromkeys(widths):
-        for vector in dict.fromkeys([*pooled, 1280, 0]):
-            extra = {"pooled_output": torch.zeros(1, vector)} if vector else {}
-            yield [[torch.zeros(1, tokens, width), extra]]
-            if not vector:
-                mask = torch.ones(1, tokens, dtype=torch.int64)
-                yield [[torch.zeros(1, tokens, width), {"attention_mask": mask}]]
 
 
 def prompts(conditioning: Conditioning) -> list[dict[str, Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ..reporting.words import dtype_text, size_text
+from ..reporting.words import plural, size_text
 from .figures import Figures
 from .largest import WAYS, Axis, Fit
 
@@ -27,7 +28,6 @@ class Subject:
         weight_bytes: all weights of the model.
         available_bytes: what is free on the card, and what this model already takes there; 0 = not known.
         total_bytes: all memory of the card.
-        others: weights of what runs before and after sampling, in bytes, and whether they are moved to the card.
     """
 
     name: str
@@ -35,7 +35,6 @@ class Subject:
     weight_bytes: int
     available_bytes: int
     total_bytes: int
-    others: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
 
     @property
     def is_streamed(self) -> bool:
@@ -56,13 +55,14 @@ def text_of(found: Figures, subject: Subject) -> str:
     lines = [
         f"{subject.name}: {_verdict(found, subject)}",
         f"Latent {latents}, {batch}, on {found.host.info.name or found.host.device}.",
-        *_attention(found),
-        *_ffn(found),
+        _calls("Attention", found, found.call.attention),
+        _calls("Feed-forward", found, found.call.ffn),
         f"Other tensors of the model: {size_text(found.call.other_bytes)} at most. The patch does not change them.",
         f"Peak besides the weights: {without} without the patch, {patched} with it.",
-        *_weights(subject),
         _COUNTED,
     ]
+    if unread := found.call.unread:
+        lines.append(f"{len(unread)} more attention calls could not be read ({unread[0]}).")
     return "\n".join(lines)
 
 
@@ -90,44 +90,14 @@ def _fit(need: int, subject: Subject) -> str:
     return f"fits ({size_text(need + weights)} with its weights)"
 
 
-def _attention(found: Figures) -> Iterator[str]:
-    call, largest = found.call, max(found.call.attention, key=lambda shape: shape.score_bytes, default=None)
-    if largest is None:
-        yield "Attention: no call found."
-        return
-    (stored, patched), (batch, heads, queries, width) = found.attention_bytes, largest.query
-    sizes = f"{batch} x {heads} heads x {queries} queries x {largest.key[2]} keys of {width}"
-    words = f"{sizes} in {dtype_text(largest.dtype)}{', masked' if largest.masked else ''}"
-    count = f"{len(call.attention)} calls, {len(found.needs)} different"
-    yield f"Attention: {count}; the largest {words}. Its score matrix is {size_text(largest.score_bytes)}."
-    without = f"at least {size_text(stored)}" if stored else "no score matrix"
-    yield f"  without the patch: {without} ({found.needs[largest].why})"
-    yield f"  with the patch: {size_text(patched)} at most"
-    if call.unread:
-        yield f"  {len(call.unread)} more calls could not be read ({call.unread[0]})"
-
-
-def _ffn(found: Figures) -> Iterator[str]:
-    layer = max(found.call.ffn, key=lambda shape: shape.extra_bytes, default=None)
-    if layer is None:
-        yield "Feed-forward: no layer found that could be chunked."
-        return
-    words = f"{layer.name} ({layer.kind}) on {' x '.join(map(str, layer.shape))} in {dtype_text(layer.dtype)}"
-    without, patched = map(size_text, found.ffn_bytes)
-    yield f"Feed-forward: {len(found.call.ffn)} calls; the largest {words}."
-    yield f"  without the patch: {without}"
-    yield f"  with the patch (in chunks, budget {found.host.ffn_budget_mib} MiB): {patched}"
-
-
-def _weights(subject: Subject) -> Iterator[str]:
-    """One line on the weights of the model, the text encoder and the VAE, where one of these was given."""
-    said = [f"model {size_text(subject.weight_bytes)}"]
-    for name, (size, on_card) in subject.others.items():
-        too_much = size - subject.available_bytes if on_card and subject.available_bytes else 0
-        streamed = f" ({size_text(too_much)} too much, that part is streamed)" if too_much > 0 else ""
-        said.append(f"{name} {size_text(size)}" + (streamed if on_card else " (stays in system memory)"))
-    if subject.others:
-        yield f"Weights: {', '.join(said)}. ComfyUI takes one off the card where the next one needs the memory."
+def _calls(what: str, found: Figures, calls: Sequence[Any]) -> str:
+    if not calls:
+        return f"{what}: no call found."
+    largest = max(calls, key=lambda each: each.extra_bytes)
+    without, patched = found.most(calls)
+    least = f"at least {size_text(without)}" if without else "nothing"
+    sizes = f"{least} without the patch, {size_text(patched)} at most with it"
+    return f"{what}: {plural(len(calls), 'call')}, {sizes}; the largest {largest.text}: {found.needs[largest].why}."
 
 
 def largest_text(found: Largest, subject: Subject, decode: Fit | None) -> str:

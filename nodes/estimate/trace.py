@@ -18,6 +18,7 @@ from ...pascal_attn_core.observe.memory import is_uncounted, uncounted
 from ...pascal_attn_core.observe.without_data import WithoutData
 from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..comfy.layout import HostCall, NotOurs, empty_containers
+from ..reporting.words import dtype_text
 from .inputs import Latent, arguments
 
 _SMALL_BYTES = 1 << 20  # constants up to this size keep their values: schedules, position tables
@@ -38,10 +39,17 @@ class AttentionShape:
     live_bytes: int = field(default=0, compare=False)
 
     @property
-    def score_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         """Size of the score matrix in the call's number format."""
         batch, heads, rows, _ = self.query
         return batch * heads * rows * self.key[2] * self.dtype.itemsize
+
+    @property
+    def text(self) -> str:
+        """``"2 x 8 heads x 4096 queries x 77 keys of 40 in float16, masked"``."""
+        batch, heads, rows, width = self.query
+        sizes = f"{batch} x {heads} heads x {rows} queries x {self.key[2]} keys of {width}"
+        return f"{sizes} in {dtype_text(self.dtype)}{', masked' if self.masked else ''}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,11 @@ class FfnShape:
     dtype: torch.dtype
     extra_bytes: int
     live_bytes: int = field(default=0, compare=False)
+
+    @property
+    def text(self) -> str:
+        """``"blocks.3.ffn (FeedForward) on 2 x 4096 x 640 in float16"``."""
+        return f"{self.name} ({self.kind}) on {' x '.join(map(str, self.shape))} in {dtype_text(self.dtype)}"
 
 
 @dataclass

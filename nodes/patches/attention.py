@@ -22,7 +22,7 @@ _AROUND = {"OUTER_SAMPLE": "preparation call", "CALC_COND_BATCH": "ControlNet ca
 
 
 def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, behind: bool) -> None:
-    """Put our override, wrappers and callbacks on a fresh clone; a patch of ours that it had is replaced."""
+    """Put our override, wrappers and callbacks on a fresh clone; our patch that it had is replaced."""
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)

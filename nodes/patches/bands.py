@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ...pascal_attn_core.patching.patch import REFUSED
 from ...pascal_attn_core.vae.banded import Banded
-from ...pascal_attn_core.vae.calls import BandSettings, PatchedMethod, VaeCall
+from ...pascal_attn_core.vae.calls import BandSettings, PatchedMethod
 from ..comfy import host
 from ..engine.engine import Engine
-from ..reporting.words import size_text
 
 AS_IT_IS, NEEDED, ALWAYS = MODES = ("as it is", "in bands when needed", "always in bands")
 METHODS = ("decode", "encode")
@@ -81,7 +80,7 @@ class InBands:
             if call is not None and call.state == REFUSED:
                 self.engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
             elif call is not None and call.figures is not None:
-                self.engine.run.gain(sentence(call, _reckoned(self.estimate, tuple(given.shape), given.dtype)))
+                self.engine.run.gain(call.text(_reckoned(self.estimate, tuple(given.shape), given.dtype)))
 
     def _own(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The network's own method, as ComfyUI calls it. Trials on small inputs, or without numbers, must not write
@@ -116,21 +115,3 @@ def _reckoned(estimate: Estimate | None, shape: tuple[int, ...], dtype: torch.dt
         return int(estimate(shape, dtype))
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         return 0
-
-
-def sentence(call: VaeCall, reckoned: int) -> str:
-    """``"decode of 1x4x128x128 in bands: 610 MiB at most where ComfyUI expects 8.51 GiB, 39 layers in 446 bands"`` and
-    why, if it was not asked for."""
-    figures: Any = call.figures
-    shape = "x".join(map(str, call.shape))
-    instead = f" where ComfyUI expects {size_text(reckoned)}" if reckoned else ""
-    retries = f"rows per band reduced {figures.retries} times after running out of memory"
-    parts = [
-        f"{call.method} of {shape} in bands: {size_text(figures.expected_bytes)} at most{instead}",
-        f"{figures.layers} layers in {figures.bands} bands",
-        f"{size_text(figures.host_bytes)} in system memory" if figures.host_bytes else "",
-        retries if figures.retries else "",
-        f"not in bands: {', '.join(sorted(figures.whole))}" if figures.whole else "",
-        call.why,
-    ]
-    return ", ".join(filter(None, parts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from typing import Any
 
@@ -15,8 +14,8 @@ from ..reporting import gain
 
 
 class Injection:
-    """The changes of one node, for the clones of its model: two that are loaded at once on two devices each have their
-    own modules, and one that is thrown away while it is loaded takes what is in its modules with it.
+    """The changes of one node, for the clones of its model. Two clones that are loaded on two devices at once each have
+    their own modules. A clone that is thrown away while it is loaded takes what is in its modules with it.
 
     Attributes:
         key: the key of the injections and callbacks on the clones.
@@ -31,7 +30,7 @@ class Injection:
     def __init__(self, binding: Any, subject: str, settings: str, unique_id: str | None):
         self.binding, self.subject, self.settings, self.unique_id = binding, subject, settings, unique_id
         self._finalizers: weakref.WeakKeyDictionary[Any, weakref.finalize] = weakref.WeakKeyDictionary()
-        self._started: float | None = None
+        self._run: Run | None = None
 
     def attach(self, patcher: Any) -> None:
         self.binding.attach(network_of(patcher))
@@ -68,22 +67,21 @@ class Injection:
     # ---- the record ----
 
     def before_run(self, patcher: Any) -> None:
-        if self._started is None:
+        if self._run is None:
             self.begin(patcher)
-            self._started = time.time()
+            device, prompt = str(patcher.load_device), host.prompt_id()
+            self._run = Run(self.subject, self.part, self.settings, device, self.unique_id, prompt)
 
     def after_run(self, patcher: Any) -> None:
         """Sampling is over, also after an error."""
-        if self._started is None:
+        run, self._run = self._run, None
+        if run is None:
             return
-        run = Run(self.subject, self.part, self.settings, str(patcher.load_device), self.unique_id, host.prompt_id())
-        run.started, self._started = self._started, None
         self.describe(run, patcher)
-        if self.is_quiet and not (run.gains or run.warnings):
-            return
-        runs.remember(run)
-        run.finish()
-        gain.say(run)
+        if not self.is_quiet or run.gains or run.warnings:
+            run = runs.remember(run)
+            run.finish()
+            gain.say(run)
 
 
 def network_of(patcher: Any) -> nn.Module:

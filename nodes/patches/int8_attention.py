@@ -95,7 +95,7 @@ def layers_for(model: nn.Module, max_error: float) -> AttentionLayers:
 
 
 def layers_in(override: Any) -> AttentionLayers | None:
-    """The layers of the first override of ours in a chain, which other nodes of ours may have continued."""
+    """The layers of the first of our overrides in a chain, which our other nodes may have continued."""
     while (owner := owner_of(override)) is not None:
         if isinstance(owner, AttentionLayers):
             return owner

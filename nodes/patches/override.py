@@ -174,7 +174,7 @@ def pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args:
 
 
 def owner_of(override: Any) -> Any:
-    """The engine or the 8-bit layers behind an override of ours, None for any other."""
+    """The engine or the 8-bit layers behind one of our overrides, None for any other."""
     itself, owner, *_ = getattr(override, "pascal_attn", (None, None))
     return owner if itself is override else None
 

@@ -32,20 +32,16 @@ _MOST_GROUPS = 6  # of blocks, in a row
 
 
 class Shown(NamedTuple):
-    """One run in a report, or several of one node together: a remark ("" = of this prompt, and complete), and how many
-    runs there were."""
+    """One run in a report, and a remark ("" = of this prompt, and complete)."""
 
     run: Run
     remark: str = ""
-    times: int = 1
 
     @property
     def title(self) -> str:
-        """``"Flux, diffusion model"``, ``"SD1ClipModel, text encoder, 2 runs"``; what the subject says already is not
-        repeated."""
+        """``"Flux, diffusion model"``; what the subject says already is not repeated."""
         subject, part = self.run.subject, self.run.part
-        words = [subject] if part.lower() in subject.lower() else [subject, part]
-        return ", ".join([*words, f"{self.times} runs"] if self.times > 1 else words)
+        return subject if part.lower() in subject.lower() else f"{subject}, {part}"
 
     @property
     def alarms(self) -> list[str]:
@@ -61,38 +57,6 @@ class Shown(NamedTuple):
         """The sentences, with the name of what they are about."""
         name = self.title + (f" ({self.remark})" if self.remark else "")
         return [f"{name}: {sentence}" for sentence in sentences]
-
-
-def merged(shown: list[Shown]) -> list[Shown]:
-    """Runs of one node with one model as one: positive and negative prompt, the tiles of an upscaler."""
-    groups: dict[tuple, list[Shown]] = {}
-    for entry in shown:
-        run = entry.run
-        key = (run.unique_id or id(run), run.subject, run.part, run.settings, run.device, entry.remark)
-        groups.setdefault(key, []).append(entry)
-    found = []
-    for group in groups.values():
-        runs = [entry.run for entry in group]
-        found.append(group[0] if len(runs) == 1 else Shown(_together(runs), group[0].remark, len(runs)))
-    return found
-
-
-def _together(runs: list[Run]) -> Run:
-    """Several runs of one node as one: everything added up, one after the other, with the worst of their checks."""
-    first = runs[0]
-    whole = Run(first.subject, first.part, first.settings, first.device, first.unique_id, first.prompt_id)
-    whole.started, whole.finished = first.started, all(run.finished for run in runs)
-    whole.elapsed_s, whole.is_exact = sum(run.elapsed_s for run in runs), all(run.is_exact for run in runs)
-    whole.peak_bytes = max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None)
-    checks = [run.exactness for run in runs if run.exactness is not None]
-    whole.exactness = max(checks, key=lambda check: not check.is_exact, default=None)
-    for run in runs:
-        whole.devices |= run.devices
-        for name in ("warnings", "notes", "gains"):
-            setattr(whole, name, list(dict.fromkeys(getattr(whole, name) + getattr(run, name))))
-        for kind, tally in list(run.tallies.items()):
-            whole.tally(kind).merge(tally)
-    return whole
 
 
 def kinds_of(run: Run) -> list[tuple[CallKind, CallTally, str]]:

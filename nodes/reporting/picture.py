@@ -55,8 +55,8 @@ def draw(
 ) -> Image.Image:
     """The picture: 1600 pixels wide, from three sections on 2400, in at most three columns.
 
-    The headline, and the ``lines`` below it, are as large as they must be to be read on a node, which shows the picture
-    at a third of its size or less; the rest is read when it is opened.
+    A node shows the picture at a third of its size or less. The headline, and the ``lines`` below it, are large enough
+    to be read there; the rest is read when it is opened.
     """
     count = max(1, min(3, sum(not section.tone for section in sections)))
     whole = WIDTH * 3 // 2 if count == 3 else WIDTH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from PIL import Image
 
@@ -25,26 +25,23 @@ _MOST_LINES = 4  # below the headline of the picture, one for each run
 def report_text(findings: Findings, selftest: str = "") -> str:
     """The whole report. All but its head is a block for a bug report: facts of the machine, the sections of each run,
     and the block of the self-test; nothing about files or prompts."""
-    lines = [headline(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
-    lines += [line for remark in findings.remarks for line in textwrap.wrap(remark, _WIDTH)]
-    lines += ["", "--- for a bug report, copy from here ---", *describe_facts(findings.machine)]
-    lines += [line(name, value) for name, value in findings.host.items()]
-    lines.append(line("written", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(findings.when))))
-    for section in _sections(findings):
-        lines += ["", f"=== {section.title} ===", *_printed(section)]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(findings.when))
+    lines = [headline(findings), *_printed(_heads(findings)), "", "--- for a bug report, copy from here ---"]
+    lines += ["PASCAL ATTENTION REPORT", *describe_facts(findings.machine)]
+    lines += [line(name, value) for name, value in [*findings.host.items(), ("written", when)]]
+    lines += _printed(_sections(findings))
     if selftest:
         lines += ["", "=== self-test ===", selftest]
     return "\n".join([*lines, "--- to here ---"])
 
 
 def draw_report(findings: Findings) -> Image.Image:
-    heads = [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
-    head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in heads if texts]
     runs = [shown.run for shown in findings.shown]
     is_good = gained(runs, findings.attention) and all(run.is_exact for run in runs)
     subtitle = ", ".join([describe_facts(findings.machine)[0], *map(" ".join, findings.host.items())])
     tone, lines = "good" if is_good else "", [run.line() for run in runs[:_MOST_LINES]]
-    return draw(headline(findings), subtitle, [*head, *_sections(findings)], lines=lines, tone=tone)
+    sections = [*_heads(findings), *_sections(findings)]
+    return draw(headline(findings), subtitle, sections, lines=lines, tone=tone)
 
 
 def headline(findings: Findings) -> str:
@@ -52,19 +49,21 @@ def headline(findings: Findings) -> str:
     return gain_line([shown.run for shown in findings.shown], findings.attention)
 
 
-def _warnings(findings: Findings) -> list[str]:
-    if not findings.alarms:
-        return []
-    rule = "!" * 40
-    wrapped = [textwrap.wrap(text, _WIDTH, initial_indent="!! ", subsequent_indent="   ") for text in findings.alarms]
-    return ["", rule, *(line for lines in wrapped for line in lines), rule]
-
-
-def _printed(section: Section) -> Iterator[str]:
-    """A section's rows as lines, the texts below each other."""
+def _printed(sections: Iterable[Section]) -> Iterator[str]:
+    """Sections as lines, the texts of their rows below each other."""
     indent = " " * _LABEL
-    for row in section.rows:
-        yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{row.label:{_LABEL}s}", subsequent_indent=indent)
+    for section in sections:
+        yield from ("", f"=== {section.title} ===")
+        for row in section.rows:
+            label = f"{row.label:{_LABEL}s}"
+            yield from textwrap.wrap(row.text, _WIDTH, initial_indent=label, subsequent_indent=indent)
+
+
+def _heads(findings: Findings) -> Iterator[Section]:
+    """Yield the alarms, then the remarks."""
+    for title, texts, tone in (("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")):
+        if texts:
+            yield Section(title, [Row("", text) for text in texts], tone)
 
 
 # ---- the facts of each run -------------------------------------------------------------------------------------------

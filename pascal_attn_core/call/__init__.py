@@ -559,7 +559,7 @@ def autocast_on(tensor: Tensor) -> bool:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager:
-    """Autocast would cast inside the products, whose results have a place already: off for the block."""
+    """Switch autocast off for the block: it would cast inside products that write into given buffers."""
     return torch.autocast(tensor.device.type, enabled=False) if autocast_on(tensor) else nullcontext()
 
 

@@ -226,7 +226,7 @@ def _lists_of(block_mask: Any) -> list[_Version] | None:
 @torch._disable_dynamo
 def known_of(block_mask: Any) -> _Facts:
     """The facts found about a BlockMask, as long as they hold. Of a ``mask_mod`` that reads tensors or objects none are
-    kept, since these may change unseen; nor of lists that were made in inference mode, whose versions nobody counts."""
+    kept, since these may change unseen; nor of lists that were made in inference mode, which have no versions."""
     lists, state = _lists_of(block_mask), state_of(block_mask.mask_mod)
     is_known = lists is not None and state is not None
     return _kept(block_mask, "mask", (lists, state, tuple(block_mask.shape)) if is_known else None)

@@ -15,7 +15,7 @@ import torch
 from .. import AttentionConfig
 from ..contest.timing_table import milliseconds
 from ..machine.device import device_info
-from ..machine.facts import highest_of, watched_clocks
+from ..machine.facts import ask_clocks
 from ..selftest import Selftest, check, describe, document
 from ..selftest.cases import in_one_line
 from . import check_numbers, check_output, write_figures
@@ -68,9 +68,8 @@ def selftest(device: torch.device, seconds: float = SECONDS, *, speed: bool = Tr
 
     found = check(device, left, _show)
     if speed:
-        with watched_clocks(device) as clocks:
-            found.speed = found.collect("speed", run_speed(device, lambda: left("speed")), left, _show)
-        found.during = highest_of(clocks)
+        found.speed = found.collect("speed", run_speed(device, lambda: left("speed")), left, _show)
+        found.clocks = ask_clocks(device)
     _show("")
     found.seconds = time.monotonic() - start
     return found

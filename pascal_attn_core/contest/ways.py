@@ -58,7 +58,7 @@ class Ways(Contest[Kind]):
         raise NotImplementedError
 
     def kernels(self) -> tuple[Compilation, ...]:
-        """The kernels of ours that are among the ways: with others the times no longer hold."""
+        """Our kernels among the ways: with others the times no longer hold."""
         raise NotImplementedError
 
     def conditions(self) -> dict[str, str]:

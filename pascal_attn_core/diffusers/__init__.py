@@ -32,14 +32,14 @@ from torch import nn
 
 from ..config import AttentionConfig, config_of, log_once
 from ..patching.interception import SDPA_NAME, TORCH_SDPA
-from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
-from . import arrivals, processors, sites
-from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
+from ..patching.patch import NothingToPatch, Patch, PatchGroup, replaced
+from . import processors, sites
+from .modules import lasting_redirect, redirect_module, redirected, release_module, set_lasting_redirect
 from .processors import RedirectedProcessor, redirect_processor
 from .redirect import SdpaRedirect, redirects_of
 from .sites import computes_attention, counted, left_alone, models_of, processor_of, sites_of
 
-__all__ = ["PascalAttnProcessor", "PipelinePatch", "install", "patch_attention", "patch_pipeline", "uninstall"]
+__all__ = ["PascalAttnProcessor", "install", "patch_attention", "patch_pipeline", "uninstall"]
 
 if TYPE_CHECKING:
     from .pipeline import WholePatch
@@ -62,9 +62,10 @@ class PascalAttnProcessor(RedirectedProcessor):
     attention is left alone.
 
     It stays until it is taken off. Any processor that is set while it is on, by you, by a pipeline or by
-    ``load_ip_adapter`` and the like, is wrapped: its own code runs, with our attention inside. Attention modules that a
-    pipeline rebuilds are redirected too. Three things take it off: setting ``None``, which restores the processor that
-    it runs; setting that same object, saved from ``model.attn_processors`` earlier; and :func:`uninstall`.
+    ``load_ip_adapter`` and the like, is wrapped: its own code runs, with our attention inside. Attention modules that
+    are added to the model later have none; set it again. Three things take it off: setting ``None``, which restores
+    the processor that it runs; setting that same object, saved from ``model.attn_processors`` earlier; and
+    :func:`uninstall`.
 
     Args:
         config: how to compute; None = the default.
@@ -96,37 +97,20 @@ class PascalAttnProcessor(RedirectedProcessor):
         return f"<PascalAttnProcessor{inner}, config={self.config}>"
 
 
-class PipelinePatch(Patch):
-    """The Patch of :func:`patch_attention`: ``report()`` has the attention modules that are on, and those that are left
-    alone with the reason, such as ``"SanaLinearAttnProcessor2_0: linear attention"``."""
-
-    def __init__(self, name: str, undo: Callable[[], list[str] | None], sites: list[str], left: dict[str, str]):
-        super().__init__(name, undo, sites=len(sites))
-        self._sites, self._left = sites, left
-        if left:
-            log.info("%s: left alone: %s", name, "; ".join(counted(left.values())))
-
-    def report(self) -> PatchReport:
-        """The state of each attention module."""
-        now = ON if self.active else OFF
-        refused = [State(name, REFUSED, why) for name, why in self._left.items()]
-        return PatchReport([*(State(name or "(the model)", now) for name in self._sites), *refused])
-
-
-def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -> PipelinePatch:
+def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -> Patch:
     """Send every attention call of a pipeline or model through :func:`pascal_attn_core.sdpa`.
 
     For a pipeline it covers all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
     text encoders of Transformers. Processors stay the same objects; those set while the patch is in force are
-    redirected too, as are blocks that a pipeline rebuilds. Patches may be removed in any order; if there are several,
-    the newest applies. A :class:`PascalAttnProcessor` set on a module takes precedence over a patch.
+    redirected too. Patches may be removed in any order; if there are several, the newest applies. A
+    :class:`PascalAttnProcessor` set on a module takes precedence over a patch.
 
     Args:
         pipe_or_model: a ``DiffusionPipeline``, a ``ModularPipeline`` or any ``torch.nn.Module``.
         config: how to compute; None = the default.
     Returns:
         A Patch: ``.sites`` attention modules are redirected until ``.remove()``; ``.left_alone`` names those that are
-        not.
+        not, with the reason, such as ``"SanaLinearAttnProcessor2_0: linear attention"``.
     Raises:
         TypeError: neither a pipeline nor a module.
         ValueError: it holds no attention that calls ``scaled_dot_product_attention``.
@@ -140,14 +124,10 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
         for module in places.values():
             redirect_module(module, redirect)
             group.add(functools.partial(release_module, module, redirect))
-
-    def undo() -> list[str]:
-        sentences = group._undo_all()
-        for module in (module for model in models.values() for module in model.modules()):
-            sentences += release_module(module, redirect)  # modules that were added since
-        return sentences
-
-    return PipelinePatch(group.name, undo, list(places), left_alone(models))
+    left = left_alone(models)
+    if left:
+        log.info("%s: left alone: %s", group.name, "; ".join(counted(left.values())))
+    return group.patch(places=[name or "(the model)" for name in places], refused=left)
 
 
 def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None, *, eight_bit: bool = False) -> WholePatch:
@@ -212,7 +192,6 @@ def _install(group: PatchGroup) -> None:
     for cls in (_diffusers.ModelMixin, *mixins):
         if hasattr(cls, "set_attention_backend"):
             group.add(replaced(cls, "set_attention_backend", _warns(cls.set_attention_backend)))
-    arrivals.serve_arrivals(_serve)
     group.add(_take_off_everywhere)
 
 
@@ -222,7 +201,7 @@ def _classes(module: Any, *names: str) -> list[Any]:
 
 
 def _take_off_everywhere() -> list[str]:
-    for module in arrivals.stop():
+    for module in list(redirected):
         _assign(module, None)
     return []
 
@@ -308,16 +287,6 @@ def _assign(module: Any, processor: Any) -> None:
     if processor is not None and processor is not current:
         module.processor = processor
     set_lasting_redirect(module, redirect)
-
-
-def _serve(module: nn.Module, redirect: SdpaRedirect) -> None:
-    """Redirect an attention module that was added to a model as the ones around it are."""
-    if not redirect.lasting:
-        redirect_module(module, redirect)
-        return
-    processor = PascalAttnProcessor()
-    processor._redirect = redirect
-    _assign(module, processor)
 
 
 def _bound(processor: PascalAttnProcessor, attn: nn.Module) -> Any:

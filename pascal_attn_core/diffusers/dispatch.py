@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel import context_parallel_sdpa
 from ..patching.function_copy import Instead, copy_over
 from .code import calls_sdpa_of_torch
 from .redirect import FUNCTIONAL, this_thread
 
 _REGISTRY = "_AttentionBackendRegistry"
-_TEMPLATES = "_templated_context_parallel_attention"  # what the backend calls across processes
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,7 +36,8 @@ def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
     """``function(*args, **kwargs)``, where ``function`` is diffusers' ``dispatch_attention_fn``, under the redirect."""
     backend = kwargs.get("backend")
     is_flex = backend is not None and takes_its_own_backend(backend)
-    if is_flex or (backend is not None and backend is native_backend()):
+    is_ours = is_flex or (backend is not None and backend is native_backend())
+    if is_ours and kwargs.get("parallel_config") is None:  # across processes diffusers' templates share a call out
         registry: Any = getattr(function, "__globals__", {}).get(_REGISTRY)
         name = type(native_backend())(backend)  # as the registry names it
         copy = _with_ours(function, registry, name, getattr(registry, "_backends", {}).get(name), is_flex)
@@ -69,7 +68,7 @@ def _with_ours(function: Callable, registry: Any, name: Any, backend: Any, is_fl
         own = {"flex_attention": _flex, "create_block_mask": create_block_mask}
         replaced: dict[str, Any] = {"flex_attention": Instead(module, own)}
     elif calls_sdpa_of_torch(backend):
-        replaced = {"torch": _TORCH, _TEMPLATES: _attend_in_parallel}
+        replaced = {"torch": _TORCH}
     else:
         return None
     copied = {name: copy_over(backend, replaced)}
@@ -86,42 +85,6 @@ def _flex(
     from ..flex import flex_attention
 
     return flex_attention(query, key, value, score_mod, block_mask, **options, config=redirect.config)
-
-
-def _attend_in_parallel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    *,
-    _parallel_config: Any,
-    **operators: Any,
-) -> Tensor:
-    """Takes the place of diffusers' ``_templated_context_parallel_attention``, with what ``enable_parallelism`` has set
-    up. diffusers' templates gather the keys of all processes before a ring begins, take no causal rule and no GQA, need
-    a backend that returns lse, and apply this process's part of a mask to the keys of every other. Here the keys
-    travel, and masks are gathered.
-
-    Args:
-        query: ``[B, L, Hq, D]``, this process's tokens; key ``[B, S, Hkv, D]``; value ``[B, S, Hkv, Dv]``.
-        operators: the forward and backward pass of diffusers' backend, which are not needed.
-    """
-    redirect, sharing = this_thread.redirect, _parallel_config.context_parallel_config
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    if dropout_p or return_lse:
-        raise ValueError(f"dropout_p must be 0 and return_lse False across processes, got {dropout_p} and {return_lse}")
-    groups: dict[str, Any] = {
-        "ring": sharing._ring_mesh.get_group() if sharing.ring_degree > 1 else None,
-        "ulysses": sharing._ulysses_mesh.get_group() if sharing.ulysses_degree > 1 else None,
-        "uneven": getattr(sharing, "ring_anything", False) or getattr(sharing, "ulysses_anything", False),
-    }
-    arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    return context_parallel_sdpa(*arguments, **groups, config=redirect.config).transpose(1, 2)
 
 
 _TORCH = Instead(torch, {"nn": Instead(torch.nn, {"functional": FUNCTIONAL})})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import arrivals
 from .processors import RedirectedProcessor, name_of, redirect_processor
 from .redirect import REDIRECTS, SdpaRedirect, redirects_of, this_thread
 from .sites import forward_reaches_sdpa, processor_of, upgrade_of
@@ -17,6 +17,8 @@ from .sites import forward_reaches_sdpa, processor_of, upgrade_of
 log = logging.getLogger("pascal_attn")
 #: the attribute in which it keeps its processor, a redirect, and what stands in for the processor under that redirect
 STAND_IN = "_pascal_stand_in"
+#: the modules that are redirected now
+redirected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
@@ -27,7 +29,7 @@ def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
     module.__dict__[REDIRECTS] = tuple(sorted((*(others or ()), redirect), key=lambda other: other.lasting))
     if others is None:
         module.__class__ = redirected_module_class(cls)
-    arrivals.watch(module)
+    redirected.add(module)
 
 
 def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
@@ -39,7 +41,7 @@ def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
     if module.__dict__[REDIRECTS]:
         return []
     module.__dict__.pop(STAND_IN, None)
-    arrivals.unwatch(module)
+    redirected.discard(module)
     original = type(module).__dict__.get("_pascal_original_class")
     if original is None:
         return [f"{type(module).__name__} has been given another class since: ours stays underneath it without effect"]
@@ -102,9 +104,9 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
 
 
 def _blank_module(cls: Any) -> nn.Module:
-    redirected: Any = redirected_module_class(cls)
-    module = redirected.__new__(redirected)
-    arrivals.watch(module)
+    kind: Any = redirected_module_class(cls)
+    module = kind.__new__(kind)
+    redirected.add(module)
     return module
 
 

@@ -16,8 +16,9 @@ from ..machine.own_thread import made_up_inputs
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
 from .graph import Graph, StandIn, place_of
+from .known import is_known, is_seen, same, state_of
 from .layers import brought_layers, noted, waiting_layer
-from .plan import FfnSettings, FfnSite, Slicing, decide, kind_of_call, run_slices
+from .plan import FfnSite, Proven, Slicing, as_whole, decide, kind_of_call, run_slices
 from .rules import Along, NotTokenwise
 
 _MAX_PLANS = 256
@@ -48,20 +49,40 @@ class SlicedForward(ReplacedForward):
         if plan is not None or place_of(x):  # within another module that is patched too
             site.used.update({} if plan is None else {key: plan})
             return self.whole(*args, **kwargs)
+        if (out := self._as_proven(site, key, x, kwargs)) is not None:
+            return out
         if waiting := waiting_layer(self.module):
             plan, out = _refused(f"{waiting} is being measured"), self.whole(*args, **kwargs)
         else:
-            plan, out = self._decided(site.settings, args, kwargs)
+            plan, out = self._decided(site, key, args, kwargs)
         if len(site.used) >= _MAX_PLANS:
-            site.plans.clear()
-            site.used.clear()
+            for kinds in (site.plans, site.proven, site.used):
+                kinds.clear()
         site.used[key] = plan
         if not plan.sizes and not waiting:
             site.plans[key] = plan
         return out
 
-    def _decided(self, settings: FfnSettings, args: tuple, kwargs: dict[str, Any]) -> tuple[Slicing, Any]:
+    def _as_proven(self, site: FfnSite, key: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The result of a module of known code, called for each slice; None = the call is to be noted."""
+        proven = site.proven.get(key)
+        if proven is None or is_seen() or not same(proven.state, state_of(self.module)):
+            return None
+        plan = decide(site.settings, [x], proven.peak, proven.of_output, wants_grad=False)
+        if not plan.sizes:
+            return None
+        site.used[key] = plan
+        whole = self.whole if not kwargs else lambda part: self.whole(**dict.fromkeys(kwargs, part))
+        try:
+            return run_slices(lambda _, part: whole(as_whole(part)), [x], plan.sizes, recompute=False)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return None
+
+    def _decided(self, site: FfnSite, key: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Slicing, Any]:
         """How a call runs, and its result."""
+        settings = site.settings
         x, whole = (*args, *kwargs.values())[0], functools.partial(self.whole, *args, **kwargs)
         leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*leaves, *self.module.parameters()))
@@ -81,7 +102,8 @@ class SlicedForward(ReplacedForward):
         if why := graph.why or _why_not(out, x, len(graph.real)):
             return _refused(why), graph.settle(why, out)
         number = place_of(out).number  # type: ignore[union-attr]
-        plan = decide(settings, graph.real, graph.peak_bytes(number), graph.likes[number].nbytes, wants_grad)
+        peak, of_output = graph.peak_bytes(number), graph.likes[number].nbytes
+        plan = decide(settings, graph.real, peak, of_output, wants_grad)
         if not plan.sizes:
             return plan, graph.settle(plan.why, out)
         out = None  # and with it those that it is a view of or that autograd has saved for it
@@ -89,7 +111,10 @@ class SlicedForward(ReplacedForward):
             why = "keeps a tensor of its tokens between calls"
             return _refused(why), graph.settle(why, None, number)
         try:
-            return plan, run_slices(graph.evaluator(number), graph.real, plan.sizes, wants_grad)
+            out = run_slices(graph.evaluator(number), graph.real, plan.sizes, wants_grad)
+            if not wants_grad and self.inner is None and len(args) + len(kwargs) == 1 and is_known(self.module):
+                site.proven[key] = Proven(state_of(self.module), peak, of_output)
+            return plan, out
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

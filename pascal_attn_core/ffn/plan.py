@@ -55,18 +55,28 @@ class Slicing(NamedTuple):
     fits: float = 0.0  # it is whole as long as these bytes fit the budget
 
 
+class Proven(NamedTuple):
+    """A kind of call that ran in slices, of a module of known code: the state of the module (:func:`.known.state_of`),
+    and what :func:`decide` was given."""
+
+    state: list[Any]
+    peak: float
+    of_output: int
+
+
 @dataclass(eq=False)
 class FfnSite:
     """A module under one patch."""
 
     settings: FfnSettings
     plans: dict[Any, Slicing] = field(default_factory=dict)  # of calls that run whole, by kind
+    proven: dict[Any, Proven] = field(default_factory=dict)  # of calls that need not be noted again, by kind
     used: dict[Any, Slicing] = field(default_factory=dict)  # of all calls since the report was reset
     sliced: weakref.ref[Any] | None = None  # its replacement forward, which holds the module
 
 
 def kind_of_call(module: nn.Module, x: Tensor, arguments: int) -> tuple:
-    """Return the kind of call for which a plan to run whole holds. This is cheap, since every call computes it."""
+    """Return the kind of call for which a plan holds. This is cheap, since every call computes it."""
     casts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     return x.shape, x.dtype, x.device, casts, arguments, module.training, torch.is_grad_enabled(), x.requires_grad
 
@@ -102,18 +112,20 @@ def run_slices(of_slice: Callable, tensors: Sequence[Tensor], sizes: Sequence[in
         recompute: with gradients: a slice saves only its input, and is computed again in the backward pass.
     """
     outs: list[Tensor] = []
-    start = 0
-    for parts in zip(*(tensor.split(list(sizes), dim=-2) for tensor in tensors)):
+    start, places = 0, tuple[Tensor, ...]()
+    for number, parts in enumerate(zip(*(torch.split_with_sizes(tensor, sizes, -2) for tensor in tensors))):
         if recompute:
             outs.append(checkpoint(of_slice, start, *parts, use_reentrant=False, preserve_rng_state=False))
             if outs[-1].requires_grad:
                 outs[-1].register_hook(Tensor.contiguous)  # backward passes may take views of it
         else:
             out = of_slice(start, *parts)
-            outs = outs or [out.new_empty((*tensors[0].shape[:-1], out.shape[-1]))]
-            outs[0].narrow(-2, start, out.shape[-2]).copy_(out)
+            if not outs:
+                outs.append(out.new_empty((*tensors[0].shape[:-1], out.shape[-1])))
+                places = torch.split_with_sizes(outs[0], sizes, -2)
+            places[number].copy_(out)
             del out  # before the next one is made
-        start += parts[0].shape[-2]
+        start += sizes[number]
     return torch.cat(outs, dim=-2) if recompute else outs[0]
 
 

@@ -21,16 +21,13 @@ flash-attn:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .install import install_as_flash_attn, patch_flash_attn
-from .kvcache import cache_of, cached_attend, check_new_tokens, rotated
 from .modules.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
-from .options import TOKENS, FlashArgumentError, attend, check_layout, flash_options, unpacked
+from .options import attend, check_layout, flash_options, unpacked
 from .signatures import options_of, refuse
 from .varlen import varlen_attend
 
@@ -41,7 +38,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
     "index_first_axis",
     "index_put_first_axis",
     "install_as_flash_attn",
@@ -166,78 +162,5 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
 
 
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a cache, to which new keys and values are first written in place.
-
-    Sequences of different lengths are computed one by one, each over a view of its keys.
-
-    Args:
-        q: ``[B, L, Hq, D]``.
-        k_cache, v_cache: ``[B, tokens, Hkv, D]``.
-        k, v: ``[B, N, Hkv, D]``, new tokens, appended to those of each sequence.
-        rotary_cos, rotary_sin: ``[tokens, rotary_dim / 2]``, only with k and v: k is rotated by the positions at which
-            it is written; so is q if ``causal`` or ``window_size`` is given, otherwise all of q by the first position.
-        cache_seqlens: a number or int32 ``[B]``: tokens that are in the cache before the new ones; needed with k and v,
-            otherwise None = all. It is not changed.
-        cache_batch_idx, cache_leftpad, block_table: must be None.
-        rotary_interleaved: rotate the pairs (0, 1), (2, 3) ...; otherwise (0, rotary_dim / 2) ...
-        num_splits: ignored, for compatibility.
-        others: see :func:`flash_attn_func`.
-    Returns:
-        ``[B, L, Hq, D]``, with ``return_softmax_lse`` (out, lse ``[B, Hq, L]``).
-    Raises:
-        NotImplementedError: an input requires a gradient (there is no backward pass, as in flash-attn), or
-            cache_batch_idx, cache_leftpad or block_table is given.
-        TypeError, ValueError: invalid or inconsistent arguments; the cache has not been changed.
-    """
-    check_layout(TOKENS, q=q)
-    refuse(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
-    _refuse_gradients(q, k_cache, v_cache, k, v)
-    options = flash_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options.check_slopes(q.shape[0], q.shape[2])
-    if k is not None and cache_seqlens is None:
-        raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are written")
-    if rotary_cos is not None and k is None:
-        raise FlashArgumentError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
-    cache = cache_of(k_cache, v_cache, q.shape[0], cache_seqlens)
-    new = check_new_tokens(cache, q, k, v)
-    if k is not None and v is not None:
-        if rotary_cos is not None:
-            rotate = partial(rotated, cos=rotary_cos, sin=rotary_sin, cache=cache, interleaved=rotary_interleaved)
-            q = rotate(q, in_turn=options.is_causal or options.window is not None)
-            k = rotate(k, in_turn=True)
-        cache.write(k, v)
-    out, lse = cached_attend(q, cache, new, options, with_lse=return_softmax_lse)
-    return out if lse is None else (out, lse)
-
-
 def _answer(out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor, None]:
     return out if lse is None else (out, lse, None)
-
-
-def _refuse_gradients(*tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
-        raise NotImplementedError(
-            "flash_attn_with_kvcache has no backward pass, got tensors that require a gradient; call it under "
-            "torch.no_grad(), or use flash_attn_func"
-        )

@@ -21,22 +21,22 @@ _COUNTED = ("flash_attn_", "_flash_attn_", "_wrapped_flash_attn_", "fwd", "bwd",
 # See StandIn: "." is this folder.
 _INTERFACE = (
     ".: flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
-    "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
+    "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func"
 )
+_CACHE = ".modules.absent: flash_attn_with_kvcache"
 # Without autograd.
-RAW_NAMES = ("flash_attn_forward", "flash_attn_backward", "flash_attn_varlen_forward", "flash_attn_varlen_backward")
-_RAW = ".modules.raw: " + " ".join(f"_{name}={name}" for name in RAW_NAMES)
-_WRAPPED = ".operators: " + " ".join(f"_wrapped_{name}=wrapped_{name}" for name in RAW_NAMES)
+_RAW_NAMES = ("flash_attn_forward", "flash_attn_backward", "flash_attn_varlen_forward", "flash_attn_varlen_backward")
+_RAW = ".modules.raw: " + " ".join(f"{prefix}{name}={name}" for prefix in ("_", "_wrapped_") for name in _RAW_NAMES)
 # Programs import these from flash-attn's modules, which have them from einops.
 _EINOPS = "einops: rearrange repeat"
 _FOLDERS = ("layers", "losses", "modules", "ops", "ops.triton", "utils")
 _MODULES: dict[str, tuple[str, ...]] = {
     **{f"flash_attn.{name}": () for name in _FOLDERS},
-    "flash_attn": (_INTERFACE,),
+    "flash_attn": (_INTERFACE, _CACHE),
     _INTERFACE_MODULE: (
         _INTERFACE,
+        _CACHE,
         _RAW,
-        _WRAPPED,
     ),
     "flash_attn.bert_padding": (
         ".modules.padding: index_first_axis index_put_first_axis pad_input unpad_input",
@@ -104,9 +104,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
     _TURING: (".: flash_attn_varlen_func", ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd"),
     _ROTARY: (".modules.rotary: apply_rotary=rotary_emb",),
     _FA3: (
-        ".modules.version3: flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache "
+        ".modules.version3: flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
         "_flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
-        ".modules.absent: flash_attn_combine get_scheduler_metadata",
+        ".modules.absent: flash_attn_combine flash_attn_with_kvcache get_scheduler_metadata",
     ),
 }
 _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
@@ -119,7 +119,7 @@ def patch_flash_attn(
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
     docs/programs.md says what there is besides attention: rotary embeddings, norms, layers, the functions without
-    autograd and their operators, the module ``flash_attn_interface`` of FlashAttention-3, and ``flash_attn_turing``
+    autograd, the module ``flash_attn_interface`` of FlashAttention-3, and ``flash_attn_turing``
     (unless the real one is installed). Each is loaded when it is imported.
 
     Code that imported the name earlier, or found it missing, keeps what it found: call this first. Package metadata
@@ -131,10 +131,10 @@ def patch_flash_attn(
     Args:
         replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
             machine's devices, which the log names.
-        fa3: what the functions of ``flash_attn_interface`` return where ``return_attn_probs`` is not given:
-            "out_and_lse": (out, lse), as FlashAttention-3 always did until it had that argument: Wan's own programs
-            rely on it, Transformers and diffusers accept it; "out", as FlashAttention-3 does today; None: there is no
-            such module, and programs that look for it first go on to ``flash_attn``.
+        fa3: what the functions of ``flash_attn_interface`` return where ``return_attn_probs`` is not given.
+            "out_and_lse": (out, lse), as FlashAttention-3 did before it had that argument; Wan's own programs rely on
+            it, Transformers and diffusers accept it. "out": as FlashAttention-3 does today. None: there is no such
+            module, and programs that look for it first go on to ``flash_attn``.
         around: ``around(name, function)`` gives what programs find for each attention function, called ``name`` in its
             module: for example to count the calls. If there are several installations, that of the first is used.
     Returns:
@@ -171,5 +171,4 @@ def _stand_in(fa3: str | None, replace: bool | None, around: Around | None) -> S
         adapt=adapt,
         around=around,
         counted=_COUNTED,
-        enter=".operators: define",
     )

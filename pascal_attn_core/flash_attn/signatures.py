@@ -1,4 +1,4 @@
-"""Signatures of flash-attn's versions, written as text, and what a function of ours does with each argument."""
+"""Signatures of flash-attn's versions, written as text, and what our function does with each argument."""
 
 from __future__ import annotations
 

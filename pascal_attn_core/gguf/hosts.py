@@ -100,7 +100,7 @@ class Multiplier:
         self.module.__dict__[self._host.method] = self
 
     def take_out(self) -> bool:
-        """Give the host its method back. Returns whether nobody has put something over it."""
+        """Give the host its method back. Returns False if something has been put over it."""
         is_in_place = self.module.__dict__.get(self._host.method) is self
         if is_in_place:
             del self.module.__dict__[self._host.method]

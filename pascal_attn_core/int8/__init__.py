@@ -66,9 +66,9 @@ def patch_linear_int8(
             largest error. None = each layer is measured and judged in its first call. In either case the error is
             measured again now and then (:mod:`.watch` says when); a layer that exceeds ``max_error`` is rotated, or
             goes back to float, if its float weight still exists.
-        weights: where the float weights are kept: "host" = they move to host memory, and back when the patch is
-            removed; "keep" = they stay where they are; "free" = they are discarded: after the patch is removed, the
-            model has rounded weights.
+        weights: where the float weights are kept. "host": they move to host memory, and back when the patch is removed.
+            "keep": they stay where they are. "free": they are discarded; after the patch is removed, the model has
+            rounded weights.
         only_faster: layers that are not faster in 8 bits than in float, timed in their first call, stay in float;
             otherwise they run in 8 bits for the memory that they save.
     Returns:
@@ -94,9 +94,9 @@ def patch_attention_int8(
     """Run attention layers of ``model`` in 8-bit integers. Not exact.
 
     Calls of torch's ``scaled_dot_product_attention`` within the layers are caught, so this takes the place of
-    ``patch_attention``, whose processors would catch them first: those that 8 bits do not take, and those of layers
-    whose error is above ``max_error``, run by the exact route that ``sdpa`` chooses. On a CPU 8 bits are slow, and for
-    checks. Compiled modules run as they do without the patch.
+    ``patch_attention``, whose processors would catch them first. Calls that the 8-bit kernel does not support, and
+    those of layers whose error is above ``max_error``, run by the exact route that ``sdpa`` chooses. On a CPU 8 bits
+    are slow, and for checks. Compiled modules run as they do without the patch.
 
     Args:
         model, include, exclude: as in :func:`patch_linear_int8`; by default the modules whose class is named

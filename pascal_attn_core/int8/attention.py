@@ -136,9 +136,10 @@ def in_8_bits(given: Arguments) -> Tensor:
 
 
 def attention_error(given: Arguments, rounded: Tensor, seed: int, most: int) -> Errors:
-    """The errors of a call's output against the exact route; the worst row is of one head. In every head and batch
-    element the same rows are looked at: a quarter of them those with the largest norm of the query in some head, in
-    units of the head's mean, the others drawn. inf or NaN in either make all inf.
+    """The errors of a call's output against the exact route; the worst row is of one head.
+
+    The same rows are compared in every head and batch element. A quarter of them have the largest norm of the query in
+    some head, in units of the head's mean; the others are drawn. inf or NaN in either make all inf.
 
     Args:
         rounded: the output in 8 bits, ``[*batch, Hq, L, Dv]``.

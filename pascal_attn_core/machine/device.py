@@ -92,7 +92,7 @@ class DeviceInfo:
 
     @property
     def longest_sum(self) -> int:
-        """How many numbers a matrix product of ours may add up at most for one element of its result."""
+        """How many numbers our matrix products may add up at most for one element of its result."""
         return LONGEST_SUM_ON_MPS if self.kind == "mps" else sys.maxsize
 
     def default_budget_bytes(self, *, backward: bool = False) -> int:

@@ -10,8 +10,6 @@ import functools
 import platform
 import re
 import subprocess
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +27,6 @@ _LABEL = 12
 NO_WINDOW = getattr(subprocess, "CREATE_NO_WINDOW", 0)  # of a process that is started on Windows
 _PROC_DRIVER = Path("/proc/driver/nvidia/version")
 _CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
-_WATCH_SECONDS = 1.0
 # What a call gets on devices that are not NVIDIA's, and what it is spared.
 _GETS = "torch's kernel where torch has a fused one for the call, else our own (AMD only) or tiles within the budget"
 _SPARED = {
@@ -159,30 +156,6 @@ def parse_clocks(text: str) -> Clocks | None:
         return None
     numbers = (re.fullmatch(r"\s*\d+(\.\d+)?\s*", part) for part in parts)  # "[N/A]" on cards that do not say
     return Clocks(*(None if number is None else float(number[0]) for number in numbers))
-
-
-@contextlib.contextmanager
-def watched_clocks(device: torch.device) -> Iterator[list[Clocks]]:
-    """While the block runs, the clocks are queried once a second; the list stays empty where they cannot be."""
-    found: list[Clocks] = []
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_WATCH_SECONDS) and (now := ask_clocks(device)) is not None:
-            found.append(now)
-
-    thread = threading.Thread(target=watch, name="clocks", daemon=True)
-    thread.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        thread.join()
-
-
-def highest_of(clocks: list[Clocks]) -> Clocks | None:
-    """The clocks at the moment of the highest multiprocessor clock."""
-    return max(clocks, key=lambda each: each.sm_mhz or 0, default=None)
 
 
 def _asked(query: str, *more: str) -> str:

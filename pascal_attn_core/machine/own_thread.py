@@ -18,7 +18,7 @@ _local = threading.local()
 
 @contextmanager
 def made_up_inputs() -> Iterator[None]:
-    """The user's modules run below on inputs of ours: what learns from inputs must not learn from these."""
+    """The user's modules run below on made-up inputs: what learns from inputs must not learn from these."""
     before, _local.is_made_up = inputs_are_made_up(), True
     try:
         yield
@@ -66,5 +66,5 @@ def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
 
 def in_backward() -> bool:
     """Whether this thread is in a backward pass, as recomputation by gradient checkpointing is. On CUDA it may be the
-    one thread that serves all backward passes of its device: to wait here for another one is to wait for ever."""
+    one thread that serves all backward passes of its device: waiting here for another one would never end."""
     return torch._C._current_graph_task_id() != -1

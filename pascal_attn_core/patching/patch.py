@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,8 +19,8 @@ class State(NamedTuple):
 
     Attributes:
         name: qualified name of a module, or what else was changed.
-        state: "on"; "waiting" for a call; "refused": it did not pass a check; "off": it was not chosen, is not worth
-            it, or the patch has been removed; "unable": nothing can be done there, whatever it is called with.
+        state: "on"; "waiting" for a call; "refused", where a check failed; "off", where it was not chosen, is not worth
+            it, or has been removed; or "unable", where nothing can be done with any call.
         why: a reason, or "".
     """
 
@@ -89,6 +89,7 @@ class Patch:
         undo: undoes the change. Called once. It restores the original only where ours is still on top; for what it had
             to leave in place it returns a list of sentences, which are logged as warnings.
         sites: in how many places the change was made.
+        places: their names, for the report; refused: places that run as before, and why.
 
     ``with`` leaves it in force for a block:
 
@@ -97,8 +98,17 @@ class Patch:
         print(patch.report())
     """
 
-    def __init__(self, name: str, undo: Callable[[], list[str] | None], *, sites: int = 1):
+    def __init__(
+        self,
+        name: str,
+        undo: Callable[[], list[str] | None],
+        *,
+        sites: int = 1,
+        places: Iterable[str] = (),
+        refused: Mapping[str, str] | None = None,
+    ):
         self.name, self.sites = name, sites
+        self._places, self._refused = list(places) or ([] if refused else [name]), refused or {}
         self._undo: Callable[[], list[str] | None] | None = undo
         self._lock = threading.Lock()
         log.info("%s: applied at %d place%s", name, sites, "" if sites == 1 else "s")
@@ -115,7 +125,9 @@ class Patch:
 
     def report(self) -> AnyReport:
         """The state of each place that the patch was meant for. Patches that know more return a report of their own."""
-        return PatchReport([State(self.name, ON if self.active and self.sites else OFF)])
+        now = ON if self.active and self.sites else OFF
+        refused = (State(name, REFUSED, why) for name, why in self._refused.items())
+        return PatchReport([*(State(name, now) for name in self._places), *refused])
 
     def remove(self) -> None:
         """Undo the change. A second call does nothing."""
@@ -214,9 +226,9 @@ class PatchGroup:
         if error is not None:
             self._undo_all()
 
-    def patch(self) -> Patch:
-        """The finished change as one Patch."""
-        return Patch(self.name, self._undo_all, sites=len(self._undos))
+    def patch(self, *, places: Iterable[str] = (), refused: Mapping[str, str] | None = None) -> Patch:
+        """The finished change as one Patch; see there."""
+        return Patch(self.name, self._undo_all, sites=len(self._undos), places=places, refused=refused)
 
     def _undo_all(self) -> list[str]:
         sentences: list[str] = []

@@ -43,7 +43,6 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         adapt: changes the members of a module, given its name and them, before they are set.
         around: ``around(name, function)`` gives what programs find for each function whose name in its module begins
             as one of ``counted``; name is ``"module.function"``.
-        enter: ``"module: function"``, called when the modules are put in; it returns what undoes it.
     """
 
     def __init__(
@@ -56,13 +55,11 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         adapt: Callable[[str, dict[str, Any]], None] | None = None,
         around: Around | None = None,
         counted: tuple[str, ...] = (),
-        enter: str | None = None,
     ):
         self.distribution, _, version = provides.partition("==")
         self.version, self.package = f"{version}+pascal.{__version__}", package
-        self.modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
+        self.modules, self._eager, self._adapt = modules, eager, adapt
         self._around, self._counted = around, counted
-        self._leave: Callable[[], None] | None = None
         self._loaded: dict[str, ModuleType] = {}
         self._hidden: dict[str, ModuleType] = {}
 
@@ -70,9 +67,6 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         """Put the modules where ``import`` finds them; what was imported under their names before is hidden
         meanwhile."""
         try:
-            if self._enter is not None:
-                (enter,) = self._members(self._enter).values()
-                self._leave = enter()
             roots = tuple(f"{name}." for name in self.modules if "." not in name)
             for name, module in list(sys.modules.items()):
                 if name in self.modules or name.startswith(roots):
@@ -97,9 +91,6 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         for name, before in self._hidden.items():
             sys.modules.setdefault(name, before)
         self._loaded, self._hidden = {}, {}
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
         return sentences
 
     # ---- what the import system asks ---------------------------------------------------------------------------------

@@ -68,6 +68,29 @@ def _resolved(tensors: Sequence[Any]) -> list[Any]:
     return [t.resolve_neg() if isinstance(t, Tensor) else t for t in tensors]  # see check_call
 
 
+def _also_of_many(backward: Any) -> Any:
+    """``backward``, which takes many gradients at once (``is_grads_batched``), too: as :func:`torch.func.vmap` does."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+    def taken(ctx: Any, *grads: Any) -> Any:
+        dims = tuple([0 if isinstance(t, Tensor) and is_batched(t) else None for t in grads])
+        if 0 not in dims:
+            return backward(ctx, *grads)
+        many = grads[dims.index(0)]  # one of another level would get a dimension of size 0
+        level = next((n for n in range(1, 65) if len(torch._remove_batch_dim(many, n, 0, 0))), 1)
+        grads = tuple(t if dim is None else torch._remove_batch_dim(t, level, 0, 0) for t, dim in zip(grads, dims))
+        found: list[Any] = []
+
+        def of_one(*grads: Any) -> Any:
+            found[:] = backward(ctx, *grads)
+            return [t for t in found if t is not None]
+
+        stacked = iter(torch.func.vmap(of_one, dims)(*grads))
+        return tuple(t if t is None else torch._add_batch_dim(next(stacked), 0, level) for t in found)
+
+    return staticmethod(taken)
+
+
 class _Derivable(torch.autograd.Function):
     """A function of tensors, one letter each in ``takes`` and ``gives``: t ``[..., tokens, X]``, r ``[..., tokens]``,
     s sinks, n nothing to differentiate. The first five are those of the call. What follows in ``apply`` is no tensor,
@@ -149,14 +172,12 @@ class RouteFunction(_Derivable):
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
         cls.keep(ctx, (*inputs[:5], *output, *inputs[6:]), inputs[5])
-        ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
+        if numbers := [t for t in output[2:] if t is not None]:
+            ctx.mark_non_differentiable(*numbers)
 
-    @staticmethod
+    @_also_of_many
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
         kept, given, wants = ctx.saved_tensors, ctx.given, ctx.needs_input_grad[3:5]
-        is_batched = torch._C._functorch.is_legacy_batchedtensor
-        if any([t is not None and is_batched(t) for t in (grad_out, grad_lse)]):
-            raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
         grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
         is_first = not (torch.is_grad_enabled() or order_of_transforms())
         found = given.route.again(given.plan, (*kept[:4], *kept[5:8], grad_out, grad_lse)) if is_first else None
@@ -194,7 +215,7 @@ class GradientFunction(_Derivable):
             found = given.route.backward(call, given.config, given.plan, _saved(given, tensors), wanted)
         return *found[:5], *found.captured
 
-    @staticmethod
+    @_also_of_many
     def backward(ctx: Any, *grads: Any) -> Any:
         kept, wants = ctx.saved_tensors, ctx.needs_input_grad[3:5]
         found = DirectionFunction.apply(*kept[:9], *_direction(grads[:5]), *kept[9:], ctx.given[0], wants)
@@ -246,7 +267,7 @@ class DirectionFunction(_Derivable):
         with without_autocast(call.query):
             return routes["tiled"].along(call, given.config, wanted, saved=saved, along=along)
 
-    @staticmethod
+    @_also_of_many
     def backward(ctx: Any, *grads: Any) -> Any:
         kept, (given, _), needs = ctx.saved_tensors, ctx.given, ctx.needs_input_grad
         if any(grad is not None for grad in grads[:5]):

@@ -1,4 +1,4 @@
-"""The kernel of the package flash-attn for cards that torch has none for: its Triton backend, on AMD's.
+"""The Triton kernel of the package flash-attn, for AMD cards that torch has no fused kernel for.
 
 It is a candidate where the user has installed the package and switched that backend on as the package itself wants it,
 by ``FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE``; nothing is imported otherwise. Before a kind of call goes to it, a small

@@ -93,8 +93,8 @@ class FusedRoute(Route):
         return may_win(call, as_it_came=False) and isinstance(plan, Plan) and not why_untried(call, plan)
 
     def instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
-        """The choice for a call that torch has no fused kernel for. On AMD's cards, up to RX 6000 for every call, ours
-        has to take less time than torch's math on a call of this kind; tiles take it otherwise."""
+        """Return the choice for a call that torch has no fused kernel for (on AMD cards up to RX 6000: any). On AMD
+        cards None if our kernel is not faster than torch's math attention for the kind; tiles take the call then."""
         is_timed = request.runtime.info.kind == "hip" and not plan.band_rows
         ratio = request.runtime.part(Timings).fused_over_plain(self, request.call) if is_timed else None
         timed = "" if ratio is None else f"timed on this card at {ratio:.2f} of the time of torch's math attention"
@@ -104,8 +104,8 @@ class FusedRoute(Route):
         return None
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
-        """Without listed blocks, whose cuts depend on how many heads there are: in float32 sums the bits of the parts
-        are then those of a call that is not cut."""
+        """Plan the parts without listed blocks, since their cuts depend on the number of heads. The bits of the parts
+        are then those of the whole call."""
         return ["the fused kernel cuts its keys to fill the device"] if plan.splits else plan.unlisted
 
     def plan_part(self, request: Request, shared: Plan) -> Plan | list[str]:
@@ -399,9 +399,8 @@ def takes_device(device: torch.device) -> bool:
 
 
 def may_win(call: AttentionCall, *, as_it_came: bool) -> bool:
-    """Whether the kernel can be the fastest route on the call's device, where torch has a kernel that takes the call
-    ``as_it_came`` or not: on NVIDIA's cards with tensor cores torch's multiplies 16 bits there. All others are
-    timed."""
+    """Whether the kernel can be the fastest route on the call's device. It cannot where torch multiplies 16 bits on
+    tensor cores; in all other cases the two are timed. ``as_it_came``: torch's kernel takes the call as it is."""
     info = runtime_of(call.query.device).info
     if info.kind == "hip":
         return True
@@ -411,8 +410,8 @@ def may_win(call: AttentionCall, *, as_it_came: bool) -> bool:
 
 
 def _wins_untimed(call: AttentionCall) -> bool:
-    """Whether the kernel is faster than torch's as a rule, where nothing may be timed. It is on cards of compute
-    capability 8.0 and newer with a mask or a short head_dim: on an H200 it took 0.60 to 0.88 of the time."""
+    """Whether the kernel is taken to be faster than torch's where nothing may be timed: from compute capability 8.0 on
+    with a mask or a short head_dim. On an H200 it took 0.60 to 0.88 of the time there."""
     capability = runtime_of(call.query.device).info.capability
     is_new = capability is not None and capability >= (8, 0)
     return is_new and not call.needs_grad and (call.attn_mask is not None or call.head_dim < 64)

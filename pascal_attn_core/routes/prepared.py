@@ -1,9 +1,9 @@
-"""Calls of a kind that has been seen: what was found out for the first of them is used again without a thought.
+"""Calls of a kind that has been seen: what was found out for the first of them is used again.
 
 A kind is everything that :func:`..call.check_call` and :func:`.run.choose` read of a call, and what they read around
 it. Two calls of one kind differ in the numbers in their tensors only, and in where these lie. What such a number
 decides is not kept, nor what is found out while a graph is captured or a backward pass runs, where less can be asked. A
-choice is kept for some seconds: what changes without a word, such as the memory that is free, is then asked again.
+choice is kept for some seconds: what changes unnoticed, such as the free memory, is then asked again.
 
 Calls that only torch's function can take need no memory: torch itself is asked, which takes less than a microsecond.
 """

@@ -110,12 +110,12 @@ class Route:
         raise NotImplementedError
 
     def claim(self, request: Request) -> Choice | None:
-        """The call for this route, if none that comes later in the list is faster; None = go on."""
+        """Return a Choice if no later route of the list is faster for the call; None = ask the next route."""
         raise NotImplementedError
 
     def claims_gradients(self, request: Request) -> bool:
-        """Whether the route wants to go back from results that are given, whatever computed them, if none that comes
-        earlier in the list does and no route is named."""
+        """Whether the route wants to compute gradients from given results, whatever computed them. It is asked if no
+        route is named and no earlier one of the list wants to."""
         return False
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Any) -> Any:
@@ -164,9 +164,9 @@ class Route:
         return Gradients(*grads)  # type: ignore[arg-type]
 
     def again(self, plan: Any, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
-        """What :meth:`forward` returns of query, key, value and mask for gradients, without a seed; or the gradients of
-        the first three, of these, out, lse, log_sum, grad_out and grad_lse. By launches that the plan keeps of a call
-        of the same kind; None = it keeps none for such tensors."""
+        """Compute a call by the launches that the plan keeps from an earlier one of its kind; None = it keeps none for
+        such tensors. From query, key, value and mask: what :meth:`forward` returns for gradients, without a seed. With
+        out, lse, log_sum, grad_out and grad_lse behind them: the gradients of the first three."""
         return None
 
     def with_gradients(

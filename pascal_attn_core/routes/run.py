@@ -202,8 +202,8 @@ def run_packed(
 
 
 def gradients(call: AttentionCall, config: AttentionConfig, saved: Results, wanted: Wanted) -> Gradients:
-    """The gradients of a checked call from results that are given, whatever computed them: by the first route that
-    claims them. Torch's kernels go back from results of their own only.
+    """Return the gradients of a checked call from given results, whatever computed them, by the first route that claims
+    them. Torch's kernels compute gradients from their own results only.
 
     Raises:
         UnsupportedAttention: the config names a route that cannot, or none can.

@@ -36,7 +36,7 @@ class TensorRoute(FusedRoute):
         return find_tensor_plan(request.call, request.config, request.budget_bytes)
 
     def claim(self, request: Request) -> Choice | None:
-        """Nothing is taken for granted: a GTX 16xx says 7.5 as a T4 does, and has no tensor cores."""
+        """Claim only by a timing: a GTX 16xx reports compute capability 7.5, as a T4 does, but has no tensor cores."""
         call, form = request.call, request.plan(self.torch_route)
         if not may_win(call) or (isinstance(form, TorchForm) and form.is_as_it_came and is_torchs_alone(call)):
             return None
@@ -77,7 +77,7 @@ class TensorRoute(FusedRoute):
         return times is not None and times.are_longer(with_torch=False, with_plain=plain_takes_it)
 
     def times(self, request: Request) -> Times | None:
-        """Times of other kernels for such calls, in units of this route's: see :meth:`.Timings.over_tensor`."""
+        """Return the times of other kernels for such calls, divided by this route's: :meth:`.Timings.over_tensor`."""
         timings = request.runtime.part(Timings)
         return timings.over_tensor(self, self.plain, request.call, request.budget_bytes)
 

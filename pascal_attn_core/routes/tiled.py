@@ -94,7 +94,7 @@ class TiledRoute(Route):
         for_grad: bool = False,
         stats: TiledStats | None = None,
     ) -> Results:
-        """ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients."""
+        """Raises ValueError if the given tile or budget does not suffice, with ``for_grad`` also for the gradients."""
         if for_grad and not (config.q_block is config.kv_block is config.budget_mib is None):
             runtime_of(call.query.device).part(Walks).of(call, config, backward=True)
         call, config = _with_mask_per_head(call, config, backward=False)

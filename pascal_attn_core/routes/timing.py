@@ -59,8 +59,8 @@ def kind_of(call: AttentionCall, against: str = "torch") -> CallKind:
 
 
 class Times(NamedTuple):
-    """Times of torch's kernel and of ours on plain cores for one kind of call, in units of that of ours on tensor
-    cores; None where one takes no such call."""
+    """Times of torch's kernel and of ours on plain cores, divided by the time of ours on tensor cores, for one kind of
+    call. None where a kernel takes no such call."""
 
     torch: float | None
     plain: float | None
@@ -76,7 +76,7 @@ class Times(NamedTuple):
         return 1 / self.torch if self.torch else None
 
     def words(self, kernel: str = TORCHS) -> str:
-        """``kernel``: the one that takes such calls in the place of torch's."""
+        """``kernel``: the one that takes such calls in place of torch's."""
         known = {kernel: self.torch, "ours on plain cores": self.plain}
         return " and ".join(f"{1 / time:.2f} of the time of {name}" for name, time in known.items() if time)
 
@@ -105,14 +105,15 @@ class Timings(Contest[CallKind]):
         return _ratio(self._times(kind, call, {"fused": lambda sample: _by(ours, sample), "torch": _plainly}))
 
     def tiled_over_torch(self, tiles: Route, call: AttentionCall, budget_bytes: int) -> float | None:
-        """The time of tiles of plain PyTorch, in units of that of torch's kernel, which takes calls of this kind
-        rewritten only."""
+        """Return the time of tiles of plain PyTorch divided by that of torch's kernel, which takes calls of this kind
+        only rewritten."""
         makers = {"tiled": lambda sample: _by(tiles, sample), "torch": lambda sample: _by_torch(sample, budget_bytes)}
         found = self._times(kind_of(call, "tiled"), call, makers)
         return found["tiled"] / found["torch"] if found and len(found) == 2 else None
 
     def over_tensor(self, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
-        """The times of others in units of that of ``ours``, the route on tensor cores, from one timing of all."""
+        """Return the other kernels' times divided by that of ``ours``, the route on tensor cores, from one timing of
+        all."""
         makers = {"tensor": lambda sample: _by(ours, sample), "plain": lambda sample: _by(plain, sample)}
         makers["torch"] = lambda sample: _by_torch(sample, budget_bytes)
         found = self._times(kind_of(call, "tensor"), call, makers)

@@ -125,8 +125,8 @@ class TorchRoute(Route):
         return Choice(self, why, form, torch_stores=form.torch_stores)
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm | None, **options: Any) -> Results:
-        """``plan`` None: the tensors of the call as they are. Where its copies find no memory, smaller ones are tried
-        by the next plan."""
+        """``plan`` None: the tensors of the call as they are. If there is no memory for its copies, the next plan makes
+        smaller ones."""
         form = plan or TorchForm()
         try:
             return Results(differentiable(run_form(call, form), config))

@@ -31,7 +31,7 @@ class Selftest:
         facts: of the machine, one line each.
         why_no_kernels: why no fused kernel runs here, empty where they do.
         speed: one entry per shape, as of :func:`.speed.run_speed`.
-        before, during: the clocks, None where they cannot be asked for.
+        clocks: of the card when it had been busy, None where they cannot be asked for.
         cut: the parts that the time did not suffice for.
         seconds: that it took.
     """
@@ -42,8 +42,7 @@ class Selftest:
     kernels: list[KernelCheck] = dataclasses.field(default_factory=list)
     checks: list[Check] = dataclasses.field(default_factory=list)
     speed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    before: Clocks | None = None
-    during: Clocks | None = None
+    clocks: Clocks | None = None
     cut: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
@@ -129,11 +128,10 @@ def check(
     """
     start = time.monotonic()
     found = Selftest(str(device), describe_facts(look_around()), why_no_kernels(device))
-    found.before = ask_clocks(device)
     if not found.why_no_kernels:
         found.kernels = found.collect("kernels", check_kernels(device, lambda: left("kernels")), left, progress)
     found.checks = found.collect("checks", run_checks(device, lambda: left("checks")), left, progress)
-    found.seconds = time.monotonic() - start
+    found.clocks, found.seconds = ask_clocks(device), time.monotonic() - start
     return found
 
 
@@ -143,7 +141,7 @@ def check(
 def document(found: Selftest) -> dict[str, Any]:
     """Everything as plain values."""
     facts: dict[str, Any] = dict(vars(found))
-    clocks = {name: clock and clock._asdict() for name in ("before", "during") for clock in (facts.pop(name),)}
+    clocks = found.clocks and found.clocks._asdict()
     for name in ("kernels", "checks"):
         facts[name] = [{**check._asdict(), "is_right": check.is_right} for check in facts[name]]
     return {**facts, "clocks": clocks, "problems": found.problems, "verdict": found.verdict}
@@ -151,8 +149,7 @@ def document(found: Selftest) -> dict[str, Any]:
 
 def describe(found: Selftest) -> str:
     """The block to paste."""
-    during = f", {found.during.text} while timing" if found.during else ""
-    clocks = [line("clocks", f"{found.before.text} before{during}")] if found.before else []
+    clocks = [line("clocks", f"{found.clocks.text} after the load")] if found.clocks else []
     lines = [*found.facts, *clocks, *_kernel_lines(found), *_check_lines(found), *_speed_lines(found)]
     problems = found.problems
     lines += [line("" if number else "wrong", problem) for number, problem in enumerate(problems[:_MOST_PROBLEMS])]

@@ -50,9 +50,8 @@ class KernelCheck(NamedTuple):
 
 
 def checked_variants(arch: str = "sm_61") -> list[Compilation]:
-    """The variants that ship for an architecture, as :attr:`.Kernels.arch` names it, then the gradients of common
-    head_dims, also all in one kernel and on tensor cores where the device is one that they are for, and linear layers
-    in 8 bits."""
+    """The variants that ship for an architecture, as :attr:`.Kernels.arch` names it. Then come the gradients of common
+    head_dims, on a device that has them also all in one kernel and on tensor cores, and linear layers in 8 bits."""
     amd = "" if arch.startswith("sm_") else arch
     gradients = [
         Variant(kind, dim, dtype, arch=amd)

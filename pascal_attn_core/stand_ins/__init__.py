@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection
 
 from ..config import switched_on, variables
 from ..flash_attn import patch_flash_attn
-from ..patching.patch import OFF, ON, REFUSED, Patch, PatchReport, State
+from ..patching.patch import Patch, PatchGroup
 from ..patching.stand_in import Around
 from .sageattention import patch_sageattention
 from .xformers import patch_xformers
 
-__all__ = ["ImportsPatch", "patch_imports", "patch_sageattention", "patch_xformers"]
+__all__ = ["patch_imports", "patch_sageattention", "patch_xformers"]
 
 log = logging.getLogger("pascal_attn")
 
@@ -32,25 +32,7 @@ STAND_INS: dict[str, tuple[Callable[..., Patch], ...]] = {
 }
 
 
-class ImportsPatch(Patch):
-    """The Patch of :func:`patch_imports`: its report has a state for each package."""
-
-    def __init__(self, patches: dict[str, Patch], refused: dict[str, str]):
-        super().__init__("imports", self._undo_all, sites=len(patches))
-        self._patches, self._refused = patches, refused
-
-    def report(self) -> PatchReport:
-        taken = [State(name, ON if patch.active else OFF) for name, patch in self._patches.items()]
-        return PatchReport([*taken, *(State(name, REFUSED, why) for name, why in self._refused.items())])
-
-    def _undo_all(self) -> None:
-        for patch in self._patches.values():
-            patch.remove()
-
-
-def patch_imports(
-    *, without: Collection[str] = (), replace: bool | None = None, around: Around | None = None
-) -> ImportsPatch:
+def patch_imports(*, without: Collection[str] = (), replace: bool | None = None, around: Around | None = None) -> Patch:
     """:func:`patch_flash_attn`, :func:`patch_sageattention` and :func:`patch_xformers` at once.
 
     Args:
@@ -61,19 +43,23 @@ def patch_imports(
     Returns:
         A Patch; ``.remove()`` removes our modules and restores what was there before.
     """
-    patches: dict[str, Patch] = {}
+    taken: list[str] = []
     refused: dict[str, str] = {}
-    for name, functions in STAND_INS.items():
-        for put_in in functions if name not in without else ():
-            try:
-                patches[name] = put_in(replace=replace, around=around)
-                break
-            except (RuntimeError, ValueError) as error:  # a real one, or ours with other options
-                refused.setdefault(name, str(error).partition(";")[0])
-    return ImportsPatch(patches, {name: why for name, why in refused.items() if name not in patches})
+    with PatchGroup("imports") as group:
+        for name, functions in STAND_INS.items():
+            for put_in in functions if name not in without else ():
+                try:
+                    group.add(put_in(replace=replace, around=around).remove)
+                except (RuntimeError, ValueError) as error:  # a real one, or ours with other options
+                    refused.setdefault(name, str(error).partition(";")[0])
+                else:
+                    taken.append(name)
+                    refused.pop(name, None)
+                    break
+    return group.patch(places=taken, refused=refused)
 
 
-def patch_imports_if_asked(around: Around | None = None) -> ImportsPatch | None:
+def patch_imports_if_asked(around: Around | None = None) -> Patch | None:
     """:func:`patch_imports` if the environment has ``PASCAL_ATTN_FLASH=1``, or ``replace`` for ``replace=True``; None
     if it has not, or has ``PASCAL_ATTN_DISABLE=1``. A real package that stays is named in the log."""
     asked = variables("PASCAL_ATTN_FLASH").get("PASCAL_ATTN_FLASH", "").strip().lower()

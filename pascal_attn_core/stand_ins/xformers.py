@@ -88,8 +88,8 @@ def memory_efficient_attention(
     """Attention of query over key and value, exact, in O(N) memory.
 
     Args:
-        query: ``[B, M, H, K]``, key ``[B, Mkv, H, K]``, value ``[B, Mkv, H, Kv]``; all ``[B, M, K]``, one head; or all
-            ``[B, M, G, H, K]``, where keys and values that are expanded over H are not copied.
+        query: ``[B, M, H, K]``, with key ``[B, Mkv, H, K]`` and value ``[B, Mkv, H, Kv]``. Or all three ``[B, M, K]``,
+            one head; or ``[B, M, G, H, K]``, where keys and values that are expanded over H are not copied.
         attn_bias: a tensor that broadcasts to ``[B, H, M, Mkv]`` (``[B, M, Mkv]``, ``[B, G, H, M, Mkv]``) and is added
             to the scores, or one of the masks of :mod:`.attn_bias`. Within blocks nothing is padded; keys with gaps
             are copied without them.
@@ -133,7 +133,7 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: FlashOptions) -> Tensor:
-    """``[B, M, G, H, K]`` -> ``[B, M, G, H, Kv]`` under a mask that broadcasts to ``[B, G, H, M, Mkv]``: G is a leading
+    """``[B, M, G, H, K]`` -> ``[B, M, G, H, Kv]`` under a mask that broadcasts to ``[B, G, H, M, Mkv]``. G is a leading
     dimension, so that a mask that is expanded over G or H is not copied."""
     q, k, v = (t.permute(0, 2, 3, 1, 4) for t in (query, key, value))
     if key.stride(3) == value.stride(3) == 0:

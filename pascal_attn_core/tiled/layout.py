@@ -108,8 +108,8 @@ def _mergeable(sizes: Shape, strides: Shape) -> bool:
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Whether the last two dimensions can go to a matrix product as they are: rows that do not overlap, each
-    contiguous. Anything else torch would copy behind our back."""
+    """Whether the last two dimensions can go to a matrix product as they are: each row contiguous, and none
+    overlapping. torch would copy anything else, unasked."""
     rows, columns = tensor.shape[-2:]
     return (columns == 1 or tensor.stride(-1) == 1) and (rows == 1 or tensor.stride(-2) >= columns)
 

@@ -1,4 +1,4 @@
-"""Who may look at whom: the causal rule and sliding window (:class:`Band`), and masks read tile by tile."""
+"""Which keys a query may attend to: the causal rule and sliding window (:class:`Band`), and masks read tile by tile."""
 
 from __future__ import annotations
 

@@ -82,10 +82,16 @@ class TileProducts:
         """query @ key^T * factor in the score buffer, ``[u, rows, keys]``; added to ``start`` ``[u, rows, 1]``."""
         shape = (query.shape[0], query.shape[1], key.shape[1])
         scores = self.score_buffer[: math.prod(shape)].view(shape)
+        return self.product_into(scores, query, key, factor, start)
+
+    def product_into(self, out: Tensor, left: Tensor, right: Tensor, factor: float, start: Tensor | None) -> Tensor:
+        """left @ right^T * factor in ``out``; added to ``start``, which may be ``out`` itself."""
         if start is not None:
-            return torch.baddbmm(start, query, key.transpose(1, 2), alpha=factor, out=scores)
+            return torch.baddbmm(start, left, right.transpose(1, 2), alpha=factor, out=out)
+        if not factor:  # torch 2.4 on ARM writes nothing then
+            return out.zero_()
         # Not the buffer itself: before torch 2.14 MPS multiplies the input by beta, and 0 * NaN is NaN.
-        return torch.baddbmm(self.zero, query, key.transpose(1, 2), beta=0, alpha=factor, out=scores)
+        return torch.baddbmm(self.zero, left, right.transpose(1, 2), beta=0, alpha=factor, out=out)
 
     def mask(self, scores: Tensor, rule: Rule) -> None:
         """Change the scores as the tile's rule says; -inf where it forbids a key."""

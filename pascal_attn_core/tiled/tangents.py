@@ -40,7 +40,7 @@ def tiled_along(
     Args:
         walk: planned with ``backward=True``, with ``wanted`` for half of the budget: there are two buffers for each.
         saved: from any forward pass.
-        along: the call with a direction in the place of its tensors, each None where it is zero.
+        along: the call with a direction in place of its tensors, each None where it is zero.
     """
     assert saved.lse is not None
     rates = out_dot, lse_dot = empty_output(call).zero_(), torch.zeros_like(saved.lse)
@@ -109,10 +109,10 @@ class RateProducts(GradientProducts):
         there is one, and the buffer of tanh holds what dS is multiplied by in dS'."""
         found = None
         if rows.query_dot is not None:
-            found = torch.baddbmm(self.zero, rows.query_dot, key.transpose(1, 2), beta=0, alpha=self.scale, out=dots)
+            found = self.product_into(dots, rows.query_dot, key, self.scale, None)
         if "key_dot" in at:
-            right, beta = self.taken(at["key_dot"], self.key_dot_buffer).transpose(1, 2), int(found is not None)
-            found = torch.baddbmm(dots if beta else self.zero, rows.query, right, beta=beta, alpha=self.scale, out=dots)
+            key_dot = self.taken(at["key_dot"], self.key_dot_buffer)
+            found = self.product_into(dots, rows.query, key_dot, self.scale, found)
         if self.softcap is not None:
             tanh = self.tanh_buffer[: dots.numel()].view(dots.shape)
             slope = tanh if self.slope is None else self.slope[: dots.numel()].view(dots.shape).copy_(tanh)

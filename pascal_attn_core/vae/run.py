@@ -25,7 +25,6 @@ class Figures:
 
     layers: int = 0  # values that were computed in bands or in one piece
     bands: int = 0  # of all layers together
-    most_bands: int = 0  # of one layer
     whole: Counter[str] = field(default_factory=Counter)  # operators that ran whole, how often each
     retries: int = 0  # out-of-memory errors after which fewer rows were taken
     host_bytes: int = 0  # most in host memory at once
@@ -104,7 +103,6 @@ class BandedRun:
                 target, bands = self._bands(node, dim, count, moments, stays)
         self.store.settle()
         self.figures.bands += bands
-        self.figures.most_bands = max(self.figures.most_bands, bands)
         self.figures.host_bytes = self.store.host_peak
         if target is None:
             target = self.store.place_for(node.like, dim, on_host=not stays and bool(bands))

@@ -140,25 +140,37 @@ def test_a_graph_of_the_gradients_that_nobody_uses(kind: str, name: str) -> None
     assert all(a.requires_grad for a in actual)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "score_mod"])
-def test_many_gradients_at_once_by_vmap(kind: str) -> None:
+def test_many_gradients_at_once(kind: str, create_graph: bool) -> None:
     leaves = _three()
     out = sdpa(*leaves, config=CONFIGS["tiled"])
     if kind == "score_mod":
         out = flex_attention(*leaves, lambda score, b, h, i, j: score * 1.5 + h + (i - j) * 0.1)
     grad_outs = torch.randn(3, *out.shape, dtype=out.dtype)
 
-    def gradients(grad_out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+    def gradients(grad_out: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, grad_out, retain_graph=True, create_graph=create_graph, **options)
 
-    expected = [torch.stack(each) for each in zip(*map(gradients, grad_outs))]
-    torch.testing.assert_close(torch.func.vmap(gradients)(grad_outs), tuple(expected), rtol=1e-12, atol=1e-12)
+    expected = tuple(torch.stack(each) for each in zip(*map(gradients, grad_outs)))
+    for found in (torch.func.vmap(gradients)(grad_outs), gradients(grad_outs, is_grads_batched=True)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_many_gradients_at_once_are_refused(create_graph: bool) -> None:
-    leaves = _three()
-    out = sdpa(*leaves, config=CONFIGS["tiled"])
-    grad_outs = torch.randn(3, *out.shape, dtype=out.dtype)
-    with pytest.raises(RuntimeError, match=r"many gradients at once must be taken by torch\.func\.vmap"):
-        torch.autograd.grad(out, leaves, grad_outs, is_grads_batched=True, create_graph=create_graph)
+@pytest.mark.parametrize("name", ["tiled", "auto"])
+def test_jacobians_and_hessians_of_autograd_functional(name: str) -> None:
+    leaves, functional = _three(), torch.autograd.functional
+
+    def ours(*inputs: Tensor) -> Tensor:
+        return sdpa(*inputs, config=CONFIGS[name])
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.softmax(query @ key.mT * 0.5, dim=-1) @ value
+
+    def squares(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *inputs: attend(*inputs).square().sum()
+
+    jacobians = [functional.jacobian(attend, tuple(leaves), vectorize=True) for attend in (ours, plain)]
+    hessians = [functional.hessian(squares(attend), tuple(leaves), vectorize=True) for attend in (ours, plain)]
+    torch.testing.assert_close(*jacobians, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*hessians, rtol=1e-12, atol=1e-12)

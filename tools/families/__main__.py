@@ -127,22 +127,25 @@ def markdown(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_LEGEND = """\
+Each model is the real class at a tiny size with random weights, real padding masks and rotary positions.
+
+- **calls**: calls of torch's SDPA and FlexAttention in the stock model; `older`: it computes attention without SDPA.
+- **masked**: how many of them have a mask that tells keys apart.
+- **taken**: how many reach us, by `patch_pipeline`, `model.set_attn_processor` and `pipe.set_attn_processor` alike.
+- **error**: the largest difference to exact (float64) attention, relative to the largest value of the output, in tiles
+  of 5 x 4 tokens and with the default configuration; **torch's**: that of torch's own backends, the worse of two.
+- **uniform**, **no mask**: the same when every key counts the same, or when masks are dropped.
+- **sliced**: feed-forward modules that `patch_ffn` runs in slices at the same time.
+- **left alone**: attention that is not ours.
+
+In every row what was there before is back after removal, the same objects and the same bits."""
+
+
 def _legend(run: dict[str, Any]) -> Iterator[str]:
     yield f"Made by `{run['command']}`: {_title(run)}."
     yield ""
-    yield (
-        "Each model is the real class at a tiny size with random weights, real padding masks and rotary positions. "
-        "**calls**: calls of torch's SDPA and FlexAttention that the stock model makes "
-        "(`older`: it computes attention without SDPA); "
-        "**masked**: how many have a mask that tells keys apart; **taken**: how many reach us, by `patch_pipeline`, by "
-        "`model.set_attn_processor` and by `pipe.set_attn_processor` alike; **error**: the largest difference to exact "
-        "(float64) attention, relative to the largest value of the output, in tiles of 5 x 4 tokens and with the "
-        "default configuration; **torch's**: the same of torch's own backends, the worse of two; **uniform**, **no "
-        "mask**: how far off the output is when every key counts the same, or when masks are dropped; **sliced**: "
-        "feed-forward modules that `patch_ffn` runs in slices at the same time; **left alone**: attention that is not "
-        "ours. In every row what was there before is back after removal, the same objects and "
-        "the same bits."
-    )
+    yield _LEGEND
 
 
 def _beside(run: dict[str, Any], family: str) -> str:

@@ -131,8 +131,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Part:
-    """weight: its share of the time, in units of those of the parts behind it; made_from: files and folders that its
-    result depends on; share: of the processors, in units of those of the parts beside it. 0: it is timed, alone."""
+    """weight: its share of the time, relative to the parts behind it. made_from: files and folders that its result
+    depends on. share: of the processors, relative to the parts beside it; 0: it is timed, alone."""
 
     name: str
     weight: float

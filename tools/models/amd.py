@@ -5,9 +5,9 @@
     python -m tools.models.amd --card "RX 6800"                instead of an MI50
     python -m tools.models.amd --card "RX 7900 XTX" --matrix   on its matrix units, beside torch's math attention
 
-The shipped code is executed for a block (``tests/support/amd``, which needs llvm-objdump 16), and what each of its
-waves issues is played back for as many blocks as a compute unit holds (``compute_unit.py`` says what it knows of them,
-and from where). Waits and barriers stand where the code has them.
+The shipped code is executed for a block (``tests/support/amd``, which needs llvm-objdump 16). What each of its waves
+issues is played back for as many blocks as a compute unit holds, with waits and barriers where the code has them;
+``compute_unit.py`` says what it knows of them, and from where.
 
 A call's launches are those of its plan, as users get them (``plan_call`` with the card's units). Blocks run in rounds,
 as many at a time as the card holds; those of the last one are spread over the compute units. A launch begins LAUNCH
@@ -44,8 +44,8 @@ from .compute_unit import GCN, RDNA2, RDNA3, RDNA4, REACH, SIMDS, ComputeUnit, E
 
 
 class Card(NamedTuple):
-    """A card to model. arch: whose code is executed; units: its compute units, of RDNA its workgroup processors; flops:
-    of a SIMD in a cycle, in float32; bandwidth: of its memory in bytes per second, as AMD publishes it."""
+    """A card to model. arch: whose code is executed. units: its compute units, of RDNA its workgroup processors. flops:
+    of a SIMD in a cycle, in float32. bandwidth: of its memory in bytes per second, as AMD publishes it."""
 
     arch: str
     units: int
@@ -222,7 +222,7 @@ def block(variant: Variant, tiles: int, timing: Timing) -> Block:
 
 class Pace(NamedTuple):
     """Pace of the blocks that a compute unit holds: cycles that all of them take for a tile of keys each, and beside
-    their tiles; the share of that time in which its SIMDs compute, and in which its shared memory works."""
+    their tiles. Then the share of that time in which its SIMDs compute, and in which its shared memory works."""
 
     tile: float
     start: float
@@ -362,8 +362,10 @@ def main() -> None:
         own = time_of(arguments.heads, tokens, variant, arguments.card, banks=arguments.banks)
         beside = f"; noflash-attention publishes {published} ms, {published / own.seconds / 1e3:.1f} times as much"
         how = f", the last {own.rows} rows of a head with their keys in {own.ranges} ranges" if own.ranges else ""
-        math_ms = 1e3 * _torchs_math(card, arguments.heads, tokens, arguments.head_dim, arguments.dtype)
-        least = f"; torch's math attention, at least {math_ms:.2f} ms" if card.timing.matrix else ""
+        least = ""
+        if card.timing.matrix:
+            math_ms = 1e3 * _torchs_math(card, arguments.heads, tokens, arguments.head_dim, arguments.dtype)
+            least = f"; torch's math attention, at least {math_ms:.2f} ms"
         print(f"{tokens:6d} tokens: {1e3 * own.seconds:.2f} ms{how}{beside if is_published else ''}{least}")
 
 

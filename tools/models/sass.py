@@ -1,5 +1,5 @@
 """Reads the machine code of cubins as far as counting and timing need it: the kind of each instruction and where a
-branch goes, from Volta on also what memory it moves and what the compiler wrote beside it for the scheduler.
+branch goes. From Volta on also what memory it moves, and what the compiler wrote beside it for the scheduler.
 
 Maxwell and Pascal (sm_50 ... sm_62) have words of 64 bits, the first of every four scheduling information. Volta and
 its successors up to Hopper (sm_70 ... sm_90) have 128 bits for an instruction.

@@ -12,10 +12,11 @@ Four schedulers issue one instruction a cycle each, in order for each warp, as t
 the compiler wrote beside the instructions. They issue the real loop over tiles, round after round, until its speed is
 steady. What an instruction occupies:
 
-- a product the tensor cores of its scheduler: on a T4 8 cycles for HMMA.1688 with float32 sums (65 TFLOP/s at 40
-  multiprocessors and 1.59 GHz are 128 multiplications a cycle and scheduler; the compiler too leaves 8 cycles between
-  two of a warp), on GeForce cards, whose float32 sums have half the rate, 16; on a V100 (125 TFLOP/s, 80
-  multiprocessors, 1.53 GHz) 2 for each of the four steps of HMMA.884; on an H200 8, fitted to its times (``.calls``);
+- a product the tensor cores of its scheduler. On a T4 8 cycles for HMMA.1688 with float32 sums: 65 TFLOP/s at 40
+  multiprocessors and 1.59 GHz are 128 multiplications a cycle and scheduler, and the compiler leaves 8 cycles between
+  two of a warp. On GeForce cards, whose float32 sums have half the rate, 16. On a V100 (125 TFLOP/s, 80
+  multiprocessors, 1.53 GHz) 2 for each of the four steps of HMMA.884. On an H200 8, fitted to
+  its times (``.calls``);
 - shared memory, global loads and shuffles one pipe of the multiprocessor: 64 bytes a cycle on Turing, 128 on Volta
   (NVIDIA, "GA102 GPU Architecture": "128 bytes/clock per SM in GA102 versus 64 bytes/clock in Turing"). Without bank
   conflicts: the emulation counts those;
@@ -23,9 +24,9 @@ steady. What an instruction occupies:
   programming guide, throughput of native arithmetic instructions);
 - a barrier, or a counter in shared memory, the warps that wait there.
 
-How much work waits before shared memory is documented nowhere. It is fitted: 192 cycles (six LDSM.x4 of each scheduler)
-is where the model meets what flash-attention-turing's README measures on a T4 for its own kernels, of head_dim 128,
-compiled by CUDA 13.0: forward 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With
+How much work waits before shared memory is documented nowhere. It is fitted to what flash-attention-turing's README
+measures on a T4 for its own kernels of head_dim 128, compiled by CUDA 13.0. With 192 cycles (six LDSM.x4 of each
+scheduler) forward has 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With
 ``--queue 48`` these come to 57, 43 and 42 %. ``tools.models.tensor_table`` has ours both ways.
 
 Not modelled: bandwidth of L2 and DRAM (a global load takes 400 cycles, on an H200 600), instruction caches, clocks. On

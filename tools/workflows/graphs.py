@@ -45,7 +45,7 @@ def _drawn(
         none = {"title": "No negative prompt", "size": (0, 0), "conditioning": Out("positive")}
         unwanted = sheet.add("negative", "ConditioningZeroOut", **none)
     if "estimate" in more:
-        parts.memory_estimate(sheet, model, latent, positive, vae, clip)
+        parts.memory_estimate(sheet, model, latent, positive, vae)
     if "cache" in more:
         model, sampling = sheet.add("cache", "EasyCache", model=model), ["cache", *sampling]
     image = parts.decode(sheet, parts.sample(sheet, model, positive, unwanted, latent, **settings), vae)
@@ -68,7 +68,7 @@ def sd15() -> Sheet:
     vae = sheet.add("vae_attention", "PascalVAEAttention", vae=vae)
     positive = parts.prompt(sheet, clip, "an old steam engine in a green valley, watercolour, soft light")
     negative = parts.negative_prompt(sheet, clip, "blurry, text, watermark")
-    parts.memory_estimate(sheet, model, latent, positive, vae, clip)
+    parts.memory_estimate(sheet, model, latent, positive, vae)
     settings = {"steps": 20, "cfg": 7.0, "sampler_name": "euler", "scheduler": "normal"}
     image = parts.decode(sheet, parts.sample(sheet, model, positive, negative, latent, **settings), vae)
     parts.report(sheet, image)

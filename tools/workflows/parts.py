@@ -95,9 +95,9 @@ def negative_prompt(sheet: Sheet, clip: Out, text: str) -> Out:
     return sheet.add("negative", "CLIPTextEncode", title="Negative prompt", size=(NARROW, 50), clip=clip, text=text)
 
 
-def memory_estimate(sheet: Sheet, model: Out, latent: Out, prompt: Out, vae: Out, clip: Out) -> None:
+def memory_estimate(sheet: Sheet, model: Out, latent: Out, prompt: Out, vae: Out) -> None:
     """The estimate and a node that shows its text."""
-    links = {"model": model, "latent": latent, "conditioning": prompt, "vae": vae, "clip": clip}
+    links = {"model": model, "latent": latent, "conditioning": prompt, "vae": vae}
     text = sheet.add("estimate", "PascalMemoryEstimate", **links)
     sheet.add("estimate_text", "PreviewAny", title="Estimate as text", size=(NARROW, 200), source=text)
 
@@ -136,9 +136,10 @@ def frames(
     page: str = "models",
     not_exact: list[str] | None = None,
 ) -> None:
-    """Place the nodes in columns, alike in each workflow: models, and below them nodes of ours that are not exact; our
-    others and the prompt, which has a column of its own where the memory estimate stands below it; the sampler; what
-    came out.
+    """Place the nodes in columns, alike in each workflow.
+
+    The columns are: models, and below them our nodes that are not exact; our other nodes and the prompt; the sampler;
+    what came out. Where the memory estimate stands below the prompt, the prompt has a column of its own.
 
     So narrow and low that ComfyUI, which fits a template into three quarters of the window, still draws its text. The
     page to read stands where there is room: below the ``"models"``, ``"pascal"`` or the ``"sampler"``, or in a column

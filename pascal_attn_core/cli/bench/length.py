@@ -22,8 +22,8 @@ COLUMNS = ("torch's math attention", "tiles on a GPU", "tiles on a CPU")
 
 
 def memory_by_length(lengths: Sequence[int], budget_mib: float | None = None) -> dict[int, list[float]]:
-    """Peak extra memory in MiB of self-attention ``[1, 8, L, 64]`` in float32 for each length, by each of COLUMNS:
-    those of a CPU as they run on tensors without data, and what the plan has for a GPU, which no run exceeds."""
+    """Peak extra memory in MiB of self-attention ``[1, 8, L, 64]`` in float32 for each length, by each of COLUMNS. On a
+    CPU the calls run on tensors without data; for a GPU it is what the plan has, which no run exceeds."""
     config, route = AttentionConfig(route="tiled", budget_mib=budget_mib), TiledRoute()
     figures = {}
     for tokens in lengths:

@@ -5,7 +5,7 @@ A forward pass returns lse, and a backward pass goes back from a given (out, lse
 is handed (Dao 2023, FlashAttention-2, Algorithm 2). Shapes are flash-attn's: q ``[B, L, Hq, D]``, k ``[B, S, Hkv, D]``,
 v ``[B, S, Hkv, Dv]``, lse float32 ``[B, Hq, L]``; packed q ``[total_q, Hq, D]``, k and v ``[total_k, Hkv, D]``, lse
 ``[Hq, total_q]``. A query that sees no key has lse = -inf and an output of 0. Dropout is not supported, so
-``rng_state`` is zeros ``[2]``.
+``rng_state`` is zeros ``[2]``. Under torch.compile the graph ends before them and goes on behind.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 _SAVED = "dout q k v out softmax_lse dq dk dv"
 
 
+@torch._disable_dynamo
 @torch.no_grad()
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
@@ -51,6 +52,7 @@ def forward(
     return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
 
 
+@torch._disable_dynamo
 @torch.no_grad()
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
@@ -63,7 +65,7 @@ def backward(
     Args:
         deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
-        An empty tensor, in the place of an intermediate result that callers leave alone.
+        An empty tensor, in place of an intermediate result that callers leave alone.
     """
     options, targets = _options(**given), (dq, dk, dv)
     check_layout(TOKENS if cu_seqlens_q is None else PACKED, q=q, k=k, v=v)

@@ -2,7 +2,7 @@
 
 Arguments that only its kernels need (num_splits, pack_gqa, sm_margin, scheduler_metadata) change nothing. Those that
 would change the result and are not supported raise a NotImplementedError: scales of 8-bit inputs, qv, attention_chunk,
-rotary_seqlens, lengths that are used, pages of a cache, and concatenated sequences beside a cache.
+lengths that are used, and caches.
 """
 
 from __future__ import annotations
@@ -62,19 +62,6 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> A
     :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`."""
     result = functions.flash_attn_varlen_func(q, k, v, **options)
     return result[:2] if isinstance(result, tuple) else result
-
-
-@called_as(
-    "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None "
-    "cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
-    f"{_SCALES} softmax_scale=None causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 "
-    "rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
-    ignored=f"{_IGNORED} max_seqlen_q scheduler_metadata",
-    refused=f"{_REFUSED} qv page_table cu_seqlens_q cu_seqlens_k_new rotary_seqlens",
-)
-def flash_attn_with_kvcache(q: Tensor, **options: Any) -> Any:
-    """:func:`pascal_attn_core.flash_attn.flash_attn_with_kvcache`."""
-    return functions.flash_attn_with_kvcache(q, **options)
 
 
 # ---- without autograd ------------------------------------------------------------------------------------------------

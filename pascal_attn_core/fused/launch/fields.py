@@ -18,7 +18,7 @@ MOST_STRIDE = 1 << 24
 
 
 def rows_are_readable(tensor: Tensor, elements: int = 4) -> bool:
-    """Whether the kernels can read a tensor as it lies, ``elements`` at a time."""
+    """Whether the kernels can read a tensor in place, ``elements`` at a time."""
     *strides, last = tensor.stride()
     if last != 1 or tensor.data_ptr() % (elements * tensor.element_size()):
         return False
@@ -32,7 +32,7 @@ def rows_are_readable(tensor: Tensor, elements: int = 4) -> bool:
 
 
 class View(NamedTuple):
-    """A call whose leading dimensions are one: query ``[B, Hq, L, D]``, key ``[B, Hkv, S, D]``, value
+    """A call with its leading dimensions merged into one: query ``[B, Hq, L, D]``, key ``[B, Hkv, S, D]``, value
     ``[B, Hkv, S, Dv]``, mask broadcastable ``[B, Hq, L, S]`` or None; ``rest``: further ``[B, H, ...]`` tensors."""
 
     query: Tensor

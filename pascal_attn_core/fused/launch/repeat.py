@@ -116,8 +116,8 @@ class Repeat(NamedTuple):
 
 
 class Repeats(dict[Any, Repeat]):
-    """The launches of calls of one kind that are kept, by what is asked of them: whether a forward pass is to return
-    lse, and what gradients need; of a backward pass the strides of what it is given."""
+    """The kept launches of calls of one kind. Of a forward pass the key is whether it returns lse and what gradients
+    need; of a backward pass, the strides of what it is given."""
 
     @staticmethod
     def strides(given: Sequence[Tensor | None]) -> tuple[Any, ...]:

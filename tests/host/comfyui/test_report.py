@@ -43,7 +43,7 @@ def test_the_counts_are_those_of_the_probe(server: ComfyServer, family: str) -> 
 def test_a_patch_that_another_node_replaced_is_an_alarm(server: ComfyServer) -> None:
     replaces = "ProbeOtherPatch", {"kind": "replace", "tag": "x"}
     found, top, is_alarmed = sampled(server, "sd15", attention_patch(), replaces)
-    alarm = "!! SD15, diffusion model: no attention call reached the patch"
+    alarm = "=== WARNING === SD15, diffusion model: no attention call reached the patch"
     said = alarm, "replaced it and passes nothing on", "ProbeOtherPatch"
     assert all(words in top for words in said), top
     assert is_alarmed

@@ -11,7 +11,7 @@ from attn_support.fresh import run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pascal_attn_core.ffn import FfnPatch, patch_ffn
+from pascal_attn_core.ffn import FfnPatch, forward, graph, patch_ffn
 
 attention = pytest.importorskip("diffusers.models.attention")
 
@@ -105,6 +105,27 @@ def test_hooks_of_a_host_come_and_go(host: str, patched_first: bool, removed_fir
             patch.remove()
         assert torch.equal(model(x), expected)
         assert _count_slices(model.ff, lambda: model(x)) == 1
+
+
+@pytest.mark.parametrize("kind", ["geglu", "geglu-approximate", "gelu", "gelu-approximate", "swiglu", "linear-silu"])
+def test_the_feed_forward_modules_of_diffusers_are_noted_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"ff": attention.FeedForward(16, activation_fn=kind)}).eval().requires_grad_(False)
+    x, graphs, ff = torch.randn(2, 64, 16), [], model["ff"]
+    monkeypatch.setattr(forward, "Graph", lambda *given: graphs.append(given) or graph.Graph(*given))
+    expected = ff(x)
+    with _patch(model):
+        for given, named in (((x,), {}), ((x,), {}), ((), {"hidden_states": x})):
+            torch.testing.assert_close(ff(*given, **named), expected)
+        assert len(graphs) == 1
+        for _ in range(2):  # one argument more
+            torch.testing.assert_close(ff(x, other=1), expected)
+        assert len(graphs) == 3
+        first = type(ff.net[0])
+        for name in {"gelu", "forward"} & vars(first).keys():
+            with monkeypatch.context() as within:
+                own = getattr(first, name)
+                within.setattr(first, name, lambda self, x, own=own: own(self, x).flip(1))
+                torch.testing.assert_close(ff(x), ff.forward.whole(x))
 
 
 def test_hooked_models_need_no_import_of_ours_beside_patch_ffn() -> None:

@@ -15,7 +15,7 @@ Link = list[Any]  # [node id, output number]
 Patch = tuple[str, dict[str, Any]]  # a MODEL -> MODEL node: class_type and its inputs besides ``model``
 
 RUN_LINE = re.compile(
-    r"pascal_attn: (?P<subject>[\w ]+): (?P<calls>\d+) calls, (?P<taken>\d+) taken"
+    r"pascal_attn: (?P<subject>[\w ]+): (?P<calls>\d+) calls?, (?P<taken>\d+) taken"
     r"(?: \((?P<routes>[^)]*)\))?, (?P<passed>\d+) passed to ComfyUI"
 )
 
@@ -57,7 +57,7 @@ FAMILIES = {
     "lumina2_masked": Family(16, 64, _image("EmptySD3LatentImage"), mask=True, model="lumina2", since=(0, 9)),
     "qwen_image": Family(16, 3584, _image("EmptySD3LatentImage")),
     "krea2": Family(16, 320, _image("EmptySD3LatentImage")),
-    "minimax_h3": Family(16, 64, ("EmptyMiniMaxH3LatentAV", {"width": 128, "height": 128, "length": 22}), cfg=1.0),
+    "minimax_h3": Family(16, 64, ("EmptyMiniMaxH3LatentAV", {"width": 256, "height": 256, "length": 22}), cfg=1.0),
 }
 
 

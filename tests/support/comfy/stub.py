@@ -35,7 +35,7 @@ def stub_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHost]:
     host, stub = node_module("comfy.host"), StubHost()
     monkeypatch.setattr(host, "throw_if_interrupted", stub.throw_if_interrupted)
     monkeypatch.setattr(host, "compute_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(host, "prompt_id", lambda: "prompt")
+    monkeypatch.setattr(host, "prompt_id", lambda: "")
     monkeypatch.setattr(host, "attention_name", lambda: "attention_pytorch")
     monkeypatch.setattr(host, "send_status", lambda text, unique_id: stub.said.append(text))
     node_module("engine.runs")._recent.clear()

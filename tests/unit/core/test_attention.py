@@ -22,7 +22,6 @@ from pascal_attn_core.attention import sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, Gradients, Results, Wanted, check_call
 from pascal_attn_core.config import RouteUnavailable, known_routes
 from pascal_attn_core.diffusers import PascalAttnProcessor
-from pascal_attn_core.parallel import context_parallel_sdpa
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, route_names, run, why_not
 from pascal_attn_core.routes.short import ShortCalls
@@ -245,7 +244,6 @@ def test_a_config_of_another_type_is_refused(config, length: int) -> None:
 
 @pytest.mark.parametrize("door", [
     lambda config: flex_attention(*_qkv(), config=config),
-    lambda config: context_parallel_sdpa(*_qkv(), config=config),
     lambda config: patch_flex_attention(config),
     lambda config: patch_transformers(config=config),
     lambda config: PascalAttnProcessor(config),

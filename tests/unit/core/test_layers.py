@@ -23,7 +23,7 @@ FLOORS: list[set[str]] = [
     {"contest"},
     {"routes"},
     {"attention", "gguf"},
-    {"flex", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},
+    {"flex", "sdpa_patch", "compat", "attention_map", "flash_attn", "vae", "int8"},
     {"diffusers", "transformers", "selftest", "layers", "stand_ins"},
     {"auto", ""},
     {"nodes/comfy"},

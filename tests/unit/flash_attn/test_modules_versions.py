@@ -40,24 +40,9 @@ def test_version_3_of_concatenated_sequences() -> None:
             version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, **{name: torch.tensor([3, 2])})
 
 
-def test_version_3s_cache() -> None:
-    cache, q, new = [rand(2, 8, 2, 8) for _ in range(2)], rand(2, 2, 4, 8), [rand(2, 2, 2, 8) for _ in range(2)]
-    lengths = torch.tensor([3, 5]).int()
-    options: dict[str, Any] = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
-    out, lse = version3.flash_attn_with_kvcache(q, *(t.clone() for t in cache), *new, **options)
-    assert lse.shape == (2, 4, 2)
-    for b, length in enumerate(lengths.tolist()):
-        keys, values = (torch.cat([t[b, :length], more[b]])[None] for t, more in zip(cache, new))
-        torch.testing.assert_close(out[b], plain(q[b : b + 1], keys, values, causal=True)[0][0])
-    with pytest.raises(NotImplementedError, match="page_table is not supported"):
-        version3.flash_attn_with_kvcache(q, *cache, *new, **options, page_table=torch.tensor([[2, 0], [1, 3]]))
-
-
 @pytest.mark.parametrize("name", ["q_descale", "attention_chunk", "k_descale", "v_descale", "qv"])
 def test_version_3_refuses_what_would_change_the_result(name: str) -> None:
     q = rand(1, 2, 1, 8)
     value: Any = 4 if name == "attention_chunk" else torch.ones(1)
     with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
         version3.flash_attn_func(q, q, q, **{name: value})
-    with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
-        version3.flash_attn_with_kvcache(q, q, q, **{name: value})

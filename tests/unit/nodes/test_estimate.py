@@ -94,6 +94,10 @@ def attention_shape(tokens: int = 4096, dtype: torch.dtype = torch.bfloat16, liv
     return trace.AttentionShape(*((1, 24, tokens, 128),) * 3, dtype, False, live)
 
 
+def attention_bytes(found: Any) -> list[int]:
+    return found.most(found.call.attention)
+
+
 def why(found: Any) -> str:
     return next(iter(found.needs.values())).why
 
@@ -112,10 +116,10 @@ either = pytest.mark.parametrize("takes", [True, False], indirect=True)
 @either
 def test_what_pytorch_does_without_the_patch_decides_what_it_saves(takes: bool) -> None:
     found = estimate.Figures(call_of(attention_shape(live=MIB)), CARD)
-    assert found.attention_bytes[0] == (768 * MIB if takes is False else 0)
-    assert found.attention_bytes[1] == 0 if takes else 0 < found.attention_bytes[1] <= 64 * MIB
-    assert found.peaks[0] == MIB + found.attention_bytes[0]
-    assert found.peaks[1] == MIB + found.attention_bytes[1]
+    assert attention_bytes(found)[0] == (768 * MIB if takes is False else 0)
+    assert attention_bytes(found)[1] == 0 if takes else 0 < attention_bytes(found)[1] <= 64 * MIB
+    assert found.peaks[0] == MIB + attention_bytes(found)[0]
+    assert found.peaks[1] == MIB + attention_bytes(found)[1]
 
 
 @pytest.mark.parametrize("takes", [False], indirect=True)
@@ -125,20 +129,23 @@ def test_amd_cards_that_have_a_kernel_are_told_and_another_method_of_the_host_is
 ) -> None:
     card = dataclasses.replace(HOST, info=DeviceInfo("hip", "AMD", num_sms=60, arch=arch, total_bytes=16 << 30))
     found = estimate.Figures(call_of(attention_shape()), card)
-    assert found.attention_bytes[0] == 768 * MIB
+    assert attention_bytes(found)[0] == 768 * MIB
     assert why(found).startswith("PyTorch has no fused kernel for it here and stores the score matrix")
     assert why(found).endswith("; the patch has a kernel that does not store it, and tiles") == has_kernel
     found = estimate.Figures(call_of(attention_shape()), dataclasses.replace(card, attention="attention_split"))
-    assert found.attention_bytes[0] == 0
+    assert attention_bytes(found)[0] == 0
     assert "attention_split" in why(found)
 
 
 def test_chunking_bounds_long_calls_only() -> None:
     shape = trace.FfnShape("ffn", "Ffn", (1, 4096, 64), torch.float32, 500 * MIB, 7)
     short = dataclasses.replace(shape, shape=(1, 1023, 64), extra_bytes=100 * MIB)
-    assert estimate.Figures(call_of(ffn=(shape,)), HOST).ffn_bytes[1] == 64 * MIB
     found = estimate.Figures(call_of(ffn=(shape, short), other=MIB), HOST)
-    assert (found.ffn_bytes[0], found.ffn_bytes[1]) == (500 * MIB, 100 * MIB)
+    assert [found.most(each) for each in ([shape], [short], [shape, short])] == [
+        [500 * MIB, 64 * MIB],
+        [100 * MIB, 100 * MIB],
+        [500 * MIB, 100 * MIB],
+    ]
     assert (found.peaks[0], found.peaks[1]) == (500 * MIB + 7, 100 * MIB + 7)
     found = estimate.Figures(call_of(ffn=(shape, short), other=900 * MIB), HOST)
     assert found.peaks[0] == found.peaks[1] == 900 * MIB, "never below the other tensors"
@@ -150,12 +157,16 @@ def text_for(call: Any, **subject: Any) -> str:
     return text.text_of(estimate.Figures(call, HOST), text.Subject(**given))
 
 
-def test_weights_of_text_encoder_and_vae_stand_beside_the_model() -> None:
-    others = {"text encoder": (12 << 30, True), "VAE": (1 << 28, False)}
-    streamed = "text encoder 12 GiB (2 GiB too much, that part is streamed), VAE 256 MiB (stays"
-    assert f"Weights: model 20 GiB, {streamed}" in text_for(call_of(), others=others)
-    assert "too much" not in text_for(call_of(), others=others, available_bytes=0).partition("Weights: ")[2]
-    assert "Weights: " not in text_for(call_of())
+def test_each_part_is_told_with_its_largest_call() -> None:
+    layers = [trace.FfnShape(f"ffn {i}", "Ffn", (1, 4096, 64), torch.float32, i * MIB, 0) for i in (100, 200)]
+    told = text_for(call_of(attention_shape(), ffn=tuple(layers))).splitlines()
+    assert told[2].startswith("Attention: 1 call, nothing without the patch, ")
+    assert "the largest 1 x 24 heads x 4096 queries x 4096 keys of 128 in bfloat16: PyTorch has a" in told[2]
+    assert told[3] == (
+        "Feed-forward: 2 calls, at least 200 MiB without the patch, 64 MiB at most with it; "
+        "the largest ffn 200 (Ffn) on 1 x 4096 x 64 in float32: the patch chunks it, budget 64 MiB."
+    )
+    assert text_for(call_of()).splitlines()[2:4] == ["Attention: no call found.", "Feed-forward: no call found."]
 
 
 @pytest.mark.parametrize(

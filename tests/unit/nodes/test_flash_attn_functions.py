@@ -69,7 +69,7 @@ def test_the_report_counts_its_calls_by_function_and_route() -> None:
     importlib.import_module("xformers.ops").memory_efficient_attention(query, query, query)
     importlib.import_module("sageattention").sageattn_qk_int8_pv_fp16_cuda(query, query, query)
     (run_,) = RUNS.remembered()
-    assert (run_.subject, run_.prompt_id, run_.finished) == ("flash_attn functions", "prompt", True)
+    assert (run_.subject, run_.prompt_id, run_.finished) == ("flash_attn functions", "", True)
     counts: Counter[str] = Counter()
     for kind, tally in run_.tallies.items():
         counts[kind.block] += tally.count

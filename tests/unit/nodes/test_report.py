@@ -104,21 +104,18 @@ def test_a_run_that_goes_on_is_marked():
     assert TEXT.report_text(findings(*shown))
 
 
-def test_several_runs_of_one_node_are_one_section_with_everything_added_up():
-    first, second = run(blocks(2), peak_bytes=5), run(blocks(3), peak_bytes=9, warnings=["beware"])
-    other = run(blocks(2), unique_id="6")
-    both, alone = FIND.merged([FIND.Shown(first), FIND.Shown(other), FIND.Shown(second)])
-    assert alone.run is other
-    assert both.title == "Flux, diffusion model, 2 runs"
-    assert (both.run.count(), both.run.elapsed_s, both.run.peak_bytes) == (20, 20.0, 9)
-    assert both.run.warnings == ["beware"]
-    assert first.count() == 8
-
-
-def test_of_several_checks_the_one_that_failed_is_shown():
-    good, bad = CHECK.exactness_of(sample()), CHECK.exactness_of(sample(factor=2.0))
-    entries = [FIND.Shown(run(blocks(1), exactness=found)) for found in (good, bad, good)]
-    assert FIND.merged(entries)[0].run.exactness is bad
+def test_a_node_that_runs_again_in_its_prompt_goes_on_with_its_run(monkeypatch):
+    monkeypatch.setattr(RUNS, "_recent", [])
+    first = RUNS.remember(run(blocks(2), warnings=["beware"]))
+    again = run(warnings=["beware", "of the dog"], finished=False, elapsed_s=0.0)
+    assert RUNS.remember(again) is first
+    assert not first.finished
+    first.finish()
+    assert first.elapsed_s == pytest.approx(10.0, abs=1.0)
+    assert first.warnings == ["beware", "of the dog"]
+    for other in (run(unique_id="6"), run(prompt_id="next"), run(part="VAE"), run(settings="route tiled")):
+        assert RUNS.remember(other) is other
+    assert len(RUNS.remembered()) == 5
 
 
 def test_blocks_whose_names_differ_in_numbers_only_are_told_together():
@@ -263,10 +260,10 @@ def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):
 def test_a_finished_run_without_calls_and_an_inexact_answer_are_alarms_above_everything_else(host, caplog):
     RUNS.remember(run(device="cpu"))
     text = report_of()[2]
-    assert text.index("!! Flux, diffusion model: no attention call reached the patch") < text.index("settings")
+    assert text.index("=== WARNING ===\n            Flux, diffusion model: no attention") < text.index("settings")
     assert "no attention call reached the patch" in caplog.text
     RUNS.remember(run(blocks(3), device="cpu", sample=sample(factor=1.5), unique_id="6"))
-    assert "!! Flux, diffusion model: NOT EXACT" in report_of()[2]
+    assert " Flux, diffusion model: NOT EXACT" in report_of()[2]
 
 
 @pytest.fixture
@@ -290,12 +287,12 @@ def test_the_self_test_is_added_to_the_text_where_it_is_asked_for(selftest, monk
     *_, verdict, end = text.splitlines()
     assert verdict.startswith("PASS")
     assert end == "--- to here ---"
-    assert "!!" not in text
+    assert "WARNING" not in text
     assert said[-1] == f"self-test: {verdict}"
 
 
 def test_what_the_self_test_finds_wrong_is_an_alarm(selftest, monkeypatch):
     monkeypatch.setattr(selftest, "exact_limit", lambda *_: 1e-30)
     text = report_of(selftest=True)[2]
-    assert "!! FAIL" in text
+    assert "=== WARNING ===\n            FAIL" in text
     assert "differs from float64 by" in text

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from attn_support.comfy.stub import node_module
-from torch import nn
 
 prompts, others = node_module("comfy.prompt"), node_module("comfy.others")
 objects, ffn = node_module("comfy.objects"), node_module("ffn_chunking")
@@ -101,12 +100,6 @@ def test_another_patch_is_named_by_its_node_and_pack(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "nodes", registered)
     assert others.name_of(function) == "Patch Sage Attention KJ (ComfyUI-KJNodes)"
     assert others.name_of(named("anything", "comfy.model_patcher")) == "anything (ComfyUI)"
-
-
-def test_blocks_that_compute_their_feed_forward_layers_themselves_are_named() -> None:
-    blocks = nn.ModuleList(nn.ModuleDict({"ff_proj": nn.Linear(2, 4), "ff_out": nn.Linear(4, 2)}) for _ in range(2))
-    assert "2 blocks (ModuleDict) compute their feed-forward layers" in ffn.inside_blocks(blocks)
-    assert ffn.inside_blocks(nn.Linear(2, 2)) == ""
 
 
 def test_one_model_alone_is_asked_another_way_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,8 @@
 import contextlib
 
 import comfy.model_management as host
-from comfy_checks import check, close, log_lines, raises, replaced, run_of, runs, unload
+from comfy_checks import check, close, raises, replaced, run_of, runs, unload
 from comfy_inproc import families, load_lora, load_pack, sample, wan
-from comfy_patch_networks import built, patcher_of
 
 NODE = load_pack()["PascalFFNChunking"]
 SMALL = 0.02  # MiB: everything is chunked as finely as it may be
@@ -151,14 +150,3 @@ def another_packs_forward_patch_is_called():
         assert sizes[-1] == 192  # the code sees all tokens
         assert chunks(base, stock) == 1
     assert chunks(patched(base), stock) == 3, "another clone's patch must not remain below ours"
-
-
-@check
-def cogvideos_blocks_that_hold_no_feed_forward_module_are_named():
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2, "text_embed_dim": 32}
-    more = {"use_rotary_positional_embeddings": True}
-    model = patcher_of(built("cogvideo.model", "CogVideoXTransformer3DModel", **sizes, **more))
-    with log_lines() as lines:
-        text = NODE().patch(model, SMALL, 2, "1")[1]
-    assert "2 blocks (CogVideoXBlock) compute their feed-forward layers inside their own forward" in text, text
-    assert any("CogVideoXBlock" in line for line in lines), lines
