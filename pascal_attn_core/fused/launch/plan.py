@@ -388,8 +388,9 @@ def _busiest(met: tuple[int, ...], units: int, splits: int, geometry: AnyGeometr
     keys: float
     if min(met) == max(met):  # tiles of one size come in whole rounds
         keys = each * longest
-    elif geometry.blocks == 1 and number <= _FOLLOWED:  # one head after the other
-        keys = busiest((-(-some // splits) for _ in range(units) for some in met for _ in range(splits)), num_sms)
+    elif each >= geometry.blocks and number <= _FOLLOWED:  # one head after the other
+        parts = (-(-some // splits) for _ in range(units) for some in met for _ in range(splits))
+        keys = geometry.blocks * busiest(parts, geometry.blocks * num_sms)
     else:  # many even out, and one that is left alone on its multiprocessor is faster
         keys = max(longest, units * sum(met) / num_sms)
     return geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)
