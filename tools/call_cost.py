@@ -14,9 +14,11 @@ import copy
 import functools
 import itertools
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_ffn, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_ffn, sdpa
 from pascal_attn_core.diffusers.redirect import FUNCTIONAL, SdpaRedirect, this_thread
 from pascal_attn_core.patching import interception
 from pascal_attn_core.sdpa_patch import patch_sdpa
@@ -266,12 +268,69 @@ def on_card(rounds: int, device: str) -> Iterator[tuple[str, float]]:
                 yield case.name, cost(case, rounds, begin=functools.partial(torch.cuda.synchronize, device))
 
 
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+# Time of ours over torch's on an H200, by shape: in float32 over the kernel that torch runs there, and over the one for
+# older cards; in float16 on tensor cores over the one for a T4. Then the same with gradients. None = not measured.
+MEASURED: dict[str, tuple[float | None, ...]] = {
+    "sd15": (0.80, 0.79, 0.93, 1.06, 0.82, 0.68), "sdxl": (1.17, 0.94, 0.79, 2.20, 1.50, 0.72),
+    "flux": (1.25, 0.90, 0.78, 1.62, 0.89, 0.61), "causal": (1.56, 1.33, 1.40, 2.29, 1.62, 1.24),
+    "wan": (1.23, 0.87, 0.75), "decode": (0.23,), "gqa": (0.54,), "cross512": (1.00,), "vae": (1.57,),
+    "mask_bool": (0.88,), "mask_padding": (0.61,),
+}  # fmt: skip
+NEWER = "NVIDIA H200"
+
+
+def torchs_kernel(
+    is_newer: bool, query: Tensor, key: Tensor, value: Tensor, mask: Any, *given: Any, **more: Any
+) -> int:
+    """Torch's choice on CUDA by its rules: flash attention from 8.0 on, in 16 bits without a mask; the memory-efficient
+    kernel else, and for grouped heads none."""
+    if is_newer and query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256:
+        return 1
+    return 2 if query.shape[1] == key.shape[1] else 0
+
+
+def choices(name: str) -> None:
+    """The choices for the bench's shapes where nothing is timed, in a process that believes in a card of this name."""
+    from attn_support.gpu import cards
+
+    from pascal_attn_core.cli.bench.shapes import SHAPES
+
+    known = {**cards.CARDS, NEWER: cards.Card(NEWER, (9, 0), 132, total_bytes=140 << 30, free_bytes=139 << 30)}
+    cards.believe(known[name], run=lambda launch: None)
+    torch._fused_sdp_choice = functools.partial(torchs_kernel, name == NEWER)
+    for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.float16)):
+        with mock.patch.object(torch, "randn", lambda *size, generator: torch.empty(*size)):
+            given = shape.make("cuda")
+        for needs_grad in (False, True):
+            inputs = [t.detach().to(dtype).requires_grad_(needs_grad) for t in given[:3]]
+            sentence = explain(*inputs, *given[3:8]).splitlines()[0].removeprefix("route ")
+            place = 3 * needs_grad + (2 if dtype == torch.float16 else name != NEWER)
+            is_measured = dtype == torch.float32 or name == "Tesla T4"
+            ratio = dict(enumerate(MEASURED.get(shape.name, ()))).get(place) if is_measured else None
+            lost = "" if ratio is None else f"{max(1, ratio if sentence.startswith('fused') else 1 / ratio):.2f}"
+            what = f"{shape.name}{', gradients' * needs_grad}, {str(dtype).removeprefix('torch.')}"
+            print(f"{name[-11:]:12s}{what:34s} {lost:5s} {sentence}", flush=True)
+
+
+def all_choices() -> None:
+    from attn_support.gpu import guard
+
+    for name in ("NVIDIA GeForce GTX 1080 Ti", "Tesla T4", NEWER):
+        with tempfile.TemporaryDirectory() as folder:
+            print(guard.call(choices, name, folder=Path(folder), PASCAL_ATTN_NO_TIMING="1").stdout)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("cpu", "fake", "card"), nargs="*", default=["cpu", "fake"])
     parser.add_argument("--rounds", type=int, default=150, help="rounds of 10 calls each (default 150)")
     parser.add_argument("--device", default="cuda", help="of --on card (default cuda)")
+    parser.add_argument("--choices", action="store_true", help="print choices instead, with their time over the best's")
     options = parser.parse_args()
+    if options.choices:
+        return all_choices()
     if "card" in options.on and not torch.cuda.is_available():
         parser.error("no CUDA device was found")  # status 2
     torch.set_num_threads(1)

@@ -126,7 +126,7 @@ def _hard_calls() -> dict[str, Call]:
     return found
 
 
-@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in some(_hard_calls().items(), 8)])
+@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in some(_hard_calls().items(), 16)])
 def test_every_route_is_right_where_one_was_wrong(call: Call) -> None:
     calls = [replace(call, config=config) for config in EVERY_ROUTE] + [replace(call, entry="switch")]
     assert {str(each): what for each in calls if (what := failure(each))} == {}

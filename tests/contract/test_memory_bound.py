@@ -129,10 +129,10 @@ def _mask_mods(heads: int, length: int, keys: int) -> dict[str, Callable | None]
     }
 
 
-@pytest.mark.parametrize("heads", [4, 8])
 @pytest.mark.parametrize("own", [False, True])
-def test_what_the_rule_of_a_lazy_mask_takes_counts(heads: int, own: bool) -> None:
+def test_what_the_rule_of_a_lazy_mask_takes_counts(own: bool) -> None:
     """ALiBi of flash-attn, and a mask with a rule of its own that takes many steps."""
+    heads = 8
     leaves = [torch.randn(1, heads, 900, 40) for _ in range(3)]
 
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -206,10 +206,10 @@ def test_neither_grouped_heads_nor_longer_sequences_take_more(shape: tuple, forw
 
 def test_values_that_are_read_are_within_the_budget_too() -> None:
     """Masks and norms of real tensors are looked at; each look is planned."""
-    query, key, value = _inputs((4, 2, 2, 128, 20000, 16, 16), "cpu")
+    query, key, value = _inputs((4, 2, 2, 128, 6000, 16, 16), "cpu")
     generator = torch.Generator().manual_seed(0)
     for kind in ("bool [B, 1, 1, S]", "bool padding", "-inf padding", "-1e4 padding", "float [B, 1, 1, S]"):
-        mask = MASKS[kind]((4, 2, 128, 20000), torch.float32, generator)
+        mask = MASKS[kind]((4, 2, 128, 6000), torch.float32, generator)
         call = check_call(query, key, value, mask)
         for config in (TILED, AttentionConfig(route="tiled", budget_mib=1)):
             plan = _plan(call, config)

@@ -305,8 +305,8 @@ def _device(card: str) -> Iterator[list[Launch]]:
 def test_every_call_is_what_a_fresh_decision_makes_of_it(monkeypatch: pytest.MonkeyPatch, card: str, seed: int) -> None:
     with _device(card) as queued:
         watch = Watch(monkeypatch, queued)
-        assert list(_differences(watch, seed, times(200))) == []
-        assert prepared.known.found > times(200) // 6  # type: ignore[attr-defined]
+        assert list(_differences(watch, seed, times(100))) == []
+        assert prepared.known.found > times(100) // 6  # type: ignore[attr-defined]
 
 
 # The parts of a kind, in their order, and which property of a call shows on which device that it is read. "answers": a

@@ -21,5 +21,5 @@ def test_rows_beyond_float16_err_by_rounding_and_a_faster_layer_is_taken(rows: i
         model(x)
         (state,) = patch.report().states
     print(f"\n{rows} x {outs} x {columns}: {state.state}, {state.why}")
-    assert state.state in ("on", "off")
+    assert state.state in ("on", "refused")
     assert "error" in state.why or "not faster" in state.why

@@ -182,8 +182,10 @@ def test_nothing_races_and_no_fence_can_be_missed() -> None:
     """By PTX's memory model, whatever has happened here. The first fence of ``signal`` is there for ptxas only."""
     text = source("tensor_even")
     assert not _races(None, range(3))
-    found = [_races(mutant, range(1, 9)) for mutant, _ in each_left_out(text, _ORDERS.finditer(text))]
-    assert found == [False] + [True] * 7
+    mutants = list(enumerate(each_left_out(text, _ORDERS.finditer(text))))
+    assert len(mutants) == 8
+    for place, (mutant, line) in some(mutants, 3):
+        assert _races(mutant, range(1, 9)) == (place > 0), line
 
 
 def _is_even(card: DeviceInfo, config: AttentionConfig = TENSOR, **how: Any) -> bool:

@@ -101,12 +101,3 @@ def test_the_scale_of_a_lora_reaches_a_compiled_model():
     assert len(graphs) <= 2  # one for each scale
     for mine, theirs in zip(ours, stock):
         assert_same(mine, theirs)
-
-
-def test_a_forced_route_compiles_with_attention_kwargs_after_an_eager_run():
-    case = tiny.flux()
-    stock = case.run()
-    case.denoiser.set_attn_processor(PascalAttnProcessor())
-    case.run()
-    (ours,), _ = compiled_runs(case, "processor", [{"joint_attention_kwargs": {}}], AttentionConfig(route="tiled"))
-    assert_same(ours, stock)

@@ -120,7 +120,7 @@ def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> N
         assert attention.report().count("refused") == layers
 
 
-@pytest.mark.parametrize("name", some(int8_table.MODELS, 4))
+@pytest.mark.parametrize("name", some(["Flux", *(name for name in int8_table.MODELS if name != "Flux")], 4))
 def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     with torch.no_grad():
         errors, report = int8_table.errors_of(name, seed=0)

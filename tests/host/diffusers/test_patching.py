@@ -120,20 +120,6 @@ def test_skip_layer_guidance_works_with_ours(scores, put_on):
     assert not torch.allclose(ours, plain)
 
 
-def test_hooks_of_accelerate_stay_inside(routed):
-    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
-    unet = tiny.tiny_unet()
-    stock = tiny.run_unet(unet)
-    hooks.add_hook_to_module(unet, hooks.AlignDevicesHook("cpu"))
-    for module in [m for m in unet.modules() if isinstance(m, host.Attention)]:
-        hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
-    with patch_attention(unet):
-        assert_same(tiny.run_unet(unet), stock)
-        hooks.remove_hook_from_module(unet, recurse=True)
-        assert_same(tiny.run_unet(unet), stock)
-    assert routed
-
-
 def test_a_replaced_sdpa_is_reported_once(monkeypatch, caplog):
     original = F.scaled_dot_product_attention
 

@@ -21,7 +21,7 @@ wan = WanTransformer3DModel(
 given = torch.randn(1, 4, 2, 16, 16), torch.tensor([3]), torch.randn(1, 12, 16)
 with torch.no_grad():
     expected = wan(*given).sample
-    for backend in ("sage", "sage_varlen", "_sage_qk_int8_pv_fp16_triton", "xformers"):
+    for backend in ("sage", "sage_varlen", "_sage_qk_int8_pv_fp16_triton", "xformers", "flash"):
         wan.set_attention_backend(backend)
         with record() as seen:
             torch.testing.assert_close(wan(*given).sample, expected, rtol=0, atol=1e-4 * expected.abs().max().item())

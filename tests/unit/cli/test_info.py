@@ -45,17 +45,6 @@ def test_a_card_that_the_wheel_fits_shows_its_facts_tiles_and_routes(name):
     assert "pip install" not in text
 
 
-def test_what_was_timed_on_the_card_is_shown():
-    timed = {"forward-64-float32-none: 1024 x 128 tokens, 65536 rows": 0.784}
-    assert "timed" not in block(CARDS["P100"], CU126)
-    lines = block(CARDS["P100"], CU126, timed={"x": timed, "y": {}}).splitlines()
-    assert lines[-1].split(maxsplit=1) == ["0.78", *timed]
-    tiles = {"float32 head_dim 64: 1 x 4096 tokens, 256 rows, groups of 4": 0.83}
-    lines = block(CARDS["P100"], CU126, timed={"tiles relative to torch's kernel": tiles}).splitlines()
-    assert "time of tiles relative to torch's kernel" in lines[-2]
-    assert lines[-1].split(maxsplit=1) == ["0.83", *tiles]
-
-
 @pytest.mark.parametrize("name", CARDS)
 def test_an_old_card_with_a_new_wheel_is_told_what_to_install(name):
     text = block(CARDS[name], CU130)

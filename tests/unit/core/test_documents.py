@@ -108,13 +108,6 @@ def test_the_readme_is_short_and_leads_to_every_document() -> None:
     assert [page.name for page in documents() if page not in named and page != readme] == []
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_fenced_blocks_are_closed_and_python_is_called_python(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert text.count("\n```") % 2 == 0
-    assert {block.language for block in blocks(page)} <= {"", "python", "console", "text"}
-
-
 @pytest.mark.parametrize("module", [name for name in API if name not in ("diffusers", "transformers")])
 def test_the_reference_names_what_a_module_offers_and_where_it_is_defined(module: str) -> None:
     path = ".".join(filter(None, ["pascal_attn_core", module]))
@@ -141,11 +134,3 @@ def test_every_page_is_in_the_navigation() -> None:
     pages += [page for page in BESIDE.values() if page.endswith(".md")]
     assert [page for page in pages if not re.search(rf"^ +- (Start: )?{re.escape(page)}$", listed, re.MULTILINE)] == []
     assert all((ROOT / source).exists() for source in sources())
-
-
-def test_no_page_of_the_site_fetches_a_script() -> None:
-    """The plugin that lets a reader search from the disk fetches its script unless one is named."""
-    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    named = re.search(r"^  polyfills: \[(\S*iframe-worker\S*)\]", listed, re.MULTILINE)
-    assert named is not None
-    assert named[1] in sources().values()

@@ -51,11 +51,12 @@ for _ in range(3):
 
 def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment() -> None:
     def users(attribute: str) -> set[str]:
+        texts = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+        trees = {path: ast.walk(ast.parse(text)) for path, text in texts.items() if attribute in text}
         return {
             path.relative_to(ROOT).as_posix()
-            for path in ROOT.rglob("*.py")
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Attribute) and node.attr == attribute
+            for path, nodes in trees.items()
+            if any(isinstance(node, ast.Attribute) and node.attr == attribute for node in nodes)
         }
 
     assert users("get_device_properties") == {"machine/device.py"}

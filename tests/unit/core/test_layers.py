@@ -1,6 +1,7 @@
 """Who may import whom: read from every module of the core and of the nodes, imports inside functions included."""
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +63,13 @@ def module_of(file: Path) -> tuple[str, ...]:
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
-def imports_of(file: Path, text: str) -> Iterator[tuple[str, ...]]:
+@functools.cache
+def imports_of(file: Path, text: str) -> tuple[tuple[str, ...], ...]:
     """Every module that a file imports anywhere in its code; within the package down to the module, not its names."""
+    return tuple(_imports(file, text))
+
+
+def _imports(file: Path, text: str) -> Iterator[tuple[str, ...]]:
     package = file.with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):

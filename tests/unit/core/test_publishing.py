@@ -120,8 +120,9 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Path)
 
 
 def test_the_wheel_alone_runs_beside_torch(built: Path, tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(tmp_path)]
-    subprocess.run([*pip, *map(str, built.glob("*.whl"))], check=True, capture_output=True)
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:  # as pip installs it
+        archive.extractall(tmp_path)
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
@@ -133,14 +134,6 @@ assert sys.modules["pascal_attn_core"].__file__.startswith({str(tmp_path)!r})
 sys.exit(main())
 """
     assert run(code, cwd=tmp_path).startswith(f"Pascal Attention {__version__}, Python ")
-
-
-def test_ci_runs_what_the_package_claims() -> None:
-    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert f'torch: "{LEAST["torch"]}.' in text
-    assert f'python: "{LEAST["python"]}"' in text
-    assert "windows-latest" in text
-    assert "macos-latest" in text
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)

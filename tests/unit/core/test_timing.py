@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -210,12 +211,12 @@ def _choice(call: AttentionCall, ratio: float | None, info: DeviceInfo = CARD) -
     return choice.route, choice.why, choice.over_torch
 
 
-@pytest.mark.parametrize(("ratio", "route"), [(0.8, "fused"), (1.2, "torch"), (1.0, "torch"), (None, "torch")])
+@pytest.mark.parametrize(("ratio", "route"), [(0.8, "fused"), (1.2, "torch"), (1.0, "torch"), (None, "fused")])
 def test_the_timing_decides_and_is_given_as_the_reason(ratio: float | None, route: str) -> None:
     call = _call((1, 8, 600, 64))
     chosen, why, over_torch = _choice(call, ratio)
     assert chosen == route
-    assert ratio is None or f"{ratio:.2f}" in why
+    assert ("untimed" if ratio is None else f"{ratio:.2f}") in why
     assert over_torch == (ratio if route == "fused" else None)
     none = _choice(_call((1, 8, 600, 64), window=(64, 0)), ratio)
     assert none == ("fused", "torch's function has no sliding window", None)
@@ -233,10 +234,29 @@ def test_what_torch_takes_only_rewritten_is_ours_unless_it_was_timed_as_slower(m
     assert _choice(_call((1, 8, 600, 64)), ratio)[0] == route
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "options", "expected"),
+    [
+        (64, {}, "fused"),
+        (64, {"is_causal": True}, "torch"),
+        (64, {"needs_grad": True}, "torch"),
+        (128, {"needs_grad": True}, "fused"),
+        (40, {"needs_grad": True}, "fused"),
+        (160, {}, "torch"),
+        (64, {"dtype": torch.float16}, "torch"),
+    ],
+    ids=str,
+)
+def test_untimed_what_was_measured_on_an_h200_counts(head_dim: int, options: dict[str, Any], expected: str) -> None:
+    made = {"dtype": options.get("dtype"), "requires_grad": options.get("needs_grad", False)}
+    tensors = [torch.empty(1, 8, 600, head_dim, **made) for _ in range(3)]
+    assert _choice(check_call(*tensors, is_causal=options.get("is_causal", False)), None)[0] == expected
+
+
 def test_a_call_too_short_to_matter_is_not_timed() -> None:
     with emulated_card(lambda launch: None):
         for tokens in (77, 600):
-            assert choose(_call((1, 8, tokens, 64)), AttentionConfig()).route == "torch"
+            assert choose(_call((1, 8, tokens, 64)), AttentionConfig()).route == ("torch" if tokens < 100 else "fused")
         timings = runtime_of(torch.device("cpu")).part(Timings)
     assert isinstance(timings, Timed)
     assert [call.seq_len_q for call in timings.asked] == [600]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +11,8 @@ import pytest
 import torch
 from attn_support.ffn_zoo import CASES, WIDTH, Case, Ffn, With
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core.ffn import FfnPatch, FfnReportLine, patch_ffn
-from pascal_attn_core.ffn.binding import FfnBinding
 
 TOKENS = 64
 
@@ -53,7 +48,7 @@ def _three_calls(module: Any, grad: bool, x: Tensor) -> list[list[Any]]:
     return [*found, [torch.rand(2), random.random(), np.random.rand()]]
 
 
-@pytest.mark.parametrize(("batch", "grad"), [(2, False), (2, True), (1, False)], ids=str)
+@pytest.mark.parametrize(("batch", "grad"), [(1, False), (2, True)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_results_gradients_and_state_are_those_without_us(case: Case, batch: int, grad: bool) -> None:
     torch.manual_seed(0)
@@ -80,22 +75,6 @@ def test_every_floating_dtype(dtype: torch.dtype) -> None:
             assert _line(patch).state == "on"
 
 
-FLAG: dict[str, Any] = {}
-
-
-def test_what_no_name_leads_to_counts_in_the_very_next_call() -> None:
-    module, x = With(lambda m, x: x + x.mean(1, keepdim=True) if FLAG else x).eval(), torch.randn(2, TOKENS, WIDTH)
-    with torch.no_grad(), _patch(module) as patch:
-        module(x)
-        assert _line(patch).state == "on"
-        FLAG["mix"] = True
-        out = module(x)
-        assert _line(patch).why.startswith("runs aten.mean")
-        patch.remove()
-        assert torch.equal(out, module(x))
-        FLAG.clear()
-
-
 def test_the_gradient_of_a_weight_under_autocast_is_added_up_in_its_own_precision() -> None:
     module, x = nn.Sequential(nn.Linear(64, 64, bias=False)), torch.randn(1, 4096, 64)
 
@@ -109,25 +88,6 @@ def test_the_gradient_of_a_weight_under_autocast_is_added_up_in_its_own_precisio
         error = (gradient() - exact).abs().max()
         assert _line(patch).state == "on"
     assert error < 0.02 * exact.abs().max()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("change", [lambda m, x: x * 2, lambda m, x: (x * 2).flip(1).exp()], ids=["on", "refused"])
-def test_within_a_checkpoint_of_the_user(change: Callable, use_reentrant: bool) -> None:
-    module, first, x = With(change), nn.Linear(16, 16), torch.randn(2, TOKENS, 16, requires_grad=True)
-    leaves = [x, *module.parameters(), *first.parameters()]
-
-    def gradients() -> Any:
-        out = checkpoint(lambda x: module(first(x)).exp(), x, use_reentrant=use_reentrant).sum()
-        for leaf in leaves:
-            leaf.grad = None
-        out.backward()
-        return [leaf.grad for leaf in leaves]
-
-    wanted = gradients()
-    with _patch(module):
-        for _ in range(3):
-            torch.testing.assert_close(gradients(), wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_hooks_inside_see_all_tokens_once() -> None:
@@ -166,23 +126,6 @@ def test_errors_go_through_and_what_was_kept_is_computed_when_it_is_used(error: 
         module.kept = None
         module(x)
         assert type(module.kept) is Tensor
-
-
-def test_a_module_that_was_patched_is_not_kept_alive() -> None:
-    binding, x = FfnBinding(chunk_tokens=16, min_tokens=2, include=""), torch.randn(1, TOKENS, WIDTH)
-    module = Ffn().eval()
-    with torch.no_grad():
-        binding.attach(module)
-        out = weakref.ref(module(x))
-    gone = weakref.ref(module)
-    gc.disable()
-    try:
-        assert out() is None
-    finally:
-        gc.enable()
-    del module
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.torch_2_5

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from attn_support.ffn_zoo import Ffn, Geglu, With, mlp
+from attn_support.ffn_zoo import Ffn, Geglu, mlp
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn import patch_ffn
@@ -148,35 +147,6 @@ def test_empty_and_tiny_inputs_run_whole() -> None:
     assert patch.sites == 1
 
 
-def test_errors_of_the_module_are_its_own() -> None:
-    module = Ffn().eval()
-    with (
-        patch_ffn(module, include="", chunk_tokens=4, min_tokens=2),
-        pytest.raises(RuntimeError, match="shapes cannot"),
-    ):
-        module(torch.randn(1, 64, 17))
-
-
-def test_threads_may_call() -> None:
-    module, x = Ffn().eval(), torch.randn(1, 64, 16)
-    with torch.no_grad():
-        expected, outs = module(x), []
-    with patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
-
-        def work() -> None:
-            with torch.no_grad():
-                outs.extend(module(x) for _ in range(20))
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(outs) == 80
-    for out in outs:
-        torch.testing.assert_close(out, expected)
-
-
 @pytest.mark.parametrize(
     ("tokens", "num_chunks", "sizes"), [(96, 3, "3 slices of 32"), (96, 5, "5 slices of 20"), (5, 5, "2 slices of 3")]
 )
@@ -200,13 +170,6 @@ def test_the_environment_gives_the_number_where_the_program_does_not(monkeypatch
         with torch.no_grad(), patch_ffn(module, include="", min_tokens=2, **given) as patch:
             module(x)
             assert words in patch.report().lines[0].why
-
-
-def test_what_was_found_is_printed_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    patch_ffn(Ffn(), include="", verbose=True).remove()
-    assert capsys.readouterr().out.startswith("1 feed-forward modules: 1 waiting")
-    patch_ffn(Ffn(), include="").remove()
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("sliced_before", [False, True])
@@ -300,23 +263,3 @@ def test_a_module_used_twice_is_patched_once() -> None:
 def test_arguments_that_cannot_be_used_are_named(options: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(options))):
         patch_ffn(Two(), **options)
-
-
-class Stored(torch.Tensor):
-    """A weight of a host's own class, which cannot be made without its format (ComfyUI-GGUF's)."""
-
-    @staticmethod
-    def __new__(cls, data: torch.Tensor, *, kind: str) -> Stored:
-        return data.as_subclass(cls)
-
-    def __init__(self, data: torch.Tensor, *, kind: str):
-        super().__init__()
-
-
-def test_weights_of_a_hosts_own_class_stay_what_they_are() -> None:
-    model, x = With(lambda m, x: x * Tensor(m.stored)), torch.randn(1, 512, 16)
-    model.stored = Stored(torch.randn(16), kind="Q8_0")
-    expected = model(x)
-    with torch.no_grad(), patch_ffn(model, include="", chunk_tokens=128) as patch:
-        assert torch.allclose(model(x), expected, atol=1e-5)
-        assert [state.state for state in patch.report().states] == ["on"], patch.report().text()

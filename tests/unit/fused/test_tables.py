@@ -17,10 +17,3 @@ def test_a_line_is_a_geometry_of_its_head_dims_in_each_table(tmp_path: Path, mon
     found = read_tables("some", Geometry)
     assert found == {"one": {32: first, 64: first}, "two": {32: first, 64: first}, "three": {40: Geometry(9, 16, 2, 4)}}
     assert list(found["one"]) == [32, 64]
-
-
-def test_a_column_that_a_geometry_does_not_have_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "some.txt").write_text("head_dims rows width\n[one]\n32 8 16\n")
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    with pytest.raises(TypeError, match="width"):
-        read_tables("some", Geometry)

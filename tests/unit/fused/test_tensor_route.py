@@ -74,11 +74,26 @@ def test_the_timing_decides(card: DeviceInfo, times: tuple[float, float, float],
         assert _route(query, window=(64, 0)) == of_window
 
 
+@pytest.mark.parametrize(
+    ("card", "options", "expected"),
+    [
+        (T4, {}, "fused-tensor"),
+        (T4, {"is_causal": True}, "torch"),
+        (T4, {"window": (64, 0)}, "fused"),
+        (GTX_1650, {}, "torch"),  # which has no tensor cores
+        (V100, {}, "torch"),
+    ],
+    ids=str,
+)
+def test_without_a_timing_only_what_was_measured_is_taken_for_granted(
+    card: DeviceInfo, options: dict[str, Any], expected: str
+) -> None:
+    with _timed(card, None):
+        assert _route(_query(), **options) == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> None:
-    """Nothing is taken for granted without a timing."""
-    with _timed(T4, None):
-        assert (_route(_query()), _route(_query(), window=(64, 0))) == ("torch", "fused")
     with _timed(T4, Times(9.0, 9.0), ratio=0.5) as kernels:
         _route(_query(dtype=dtype))
         _back(_query(dtype=dtype))

@@ -176,18 +176,6 @@ def test_a_device_with_calls_of_its_own_is_left_alone(inputs: list[Tensor]) -> N
     assert torch.equal(out, sdpa(*inputs, config=ALONE))
 
 
-def test_a_call_seen_there_makes_it_busy(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    first, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with using(Runtime(first, info=runtime_of(CPU).info)) as runtime:
-        helper = runtime.part(Helpers)[other, 0]
-        several.seen_on(first, [first, other])
-        several.seen_on(CPU, [first, other])
-        assert helper.why_not() == ""
-        several.seen_on(other, [first, other])
-        assert helper.why_not() == "cuda:1 computes attention of its own, as in ComfyUI's work split over several cards"
-
-
 def test_a_budget_that_does_not_suffice_is_an_error_as_on_one_device(inputs: list[Tensor]) -> None:
     config = replace(SHARED, q_block=4096, kv_block=4096, budget_mib=1 / 16)
     long = [torch.randn(1, 2, 5000, 16) for _ in range(3)]
@@ -264,17 +252,6 @@ def test_a_device_that_fails_while_it_is_timed_is_left_alone(inputs: list[Tensor
         assert torch.equal(out, sdpa(*inputs, config=ALONE))
         why = choose(check_call(*inputs), SHARED).why
         assert why.endswith("cpu failed (RuntimeError: CUDA error: device-side assert) a moment ago")
-
-
-def test_the_report_shows_shares_and_what_went_wrong(inputs: list[Tensor]) -> None:
-    with record() as report:
-        sdpa(*inputs, config=SHARED)
-        Faulty(3, ERRORS["memory"][0]).install()
-        sdpa(*inputs, config=SHARED)
-    text = report.text()
-    assert "2 attention calls: 2 several" in text
-    assert "shared: cpu 75%, cpu #2 25%\n" in text
-    assert "1 x cpu ran out of memory: the call was computed on cpu" in text
 
 
 HOME, AWAY = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -10,17 +10,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from attn_support import fresh
 
 from tools.gpu import __main__ as command
-from tools.gpu import parts, results
+from tools.gpu import results
 from tools.gpu.__main__ import Run, conclude, main, run_parts
 from tools.gpu.parts import FAILED, FULL, PARTS, RIGHT, UNFINISHED, WRONG, Job, Outcome, Part
 
@@ -182,15 +180,6 @@ def test_the_last_lines_name_what_was_wrong_and_the_files(tmp_path: Path, capsys
     assert conclude({"one": found["one"], "three": found["three"]}, run.folder) == 0
 
 
-def test_no_path_of_the_machine_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-    code = f"import sys; print(sys.argv[1], {str(ROOT)!r} + '/tools', '/home/somebody/x')"
-    content = run_parts(runs(tmp_path), [part("one", code)])["one"]
-    assert str(ROOT) in content["summary"]
-    assert stored(tmp_path, "one")["summary"] == "OUT/file ./tools ~/x"
-    assert stored(tmp_path, "one")["command"][0].startswith("python -c")
-
-
 def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--parts", "tests,swep"]) == 2
     assert "got swep" in capsys.readouterr().err
@@ -292,47 +281,3 @@ def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(
     assert sorted(ran()) == sorted(["wrong", "crash", "hang", "fault", *6 * ["right"], "slow 0", "slow 1"])
     times = {name: said[line] for name, line in messages.items()}
     assert times["test_wrong"] < times["test_hang"] - 1 < said[last]
-
-
-# Seconds that the parts need on a card beside an old processor. Tests go on where they were.
-_NEEDED = {"variants": 2500.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0,
-           "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0, "call-cost": 10.0,
-           "sanitizer": 0.0}  # fmt: skip
-
-
-def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The clock is simulated: what a part needs passes at once, until it is done or stopped."""
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    for name in ("hash_of", "commit"):
-        monkeypatch.setattr(results, name, lambda *arguments: "")
-    for module in (command, parts):
-        monkeypatch.setattr(module, "time", clock)
-
-    def together(running: Sequence[command.Running]) -> None:
-        began, ends = clock.now, [clock.now]
-        for each in running:
-            clock.now, future = began, Future[Outcome]()
-            future.set_result(each.part.run(each.job))
-            each.finish(future)
-            ends.append(clock.now)
-        clock.now = max(ends)
-
-    monkeypatch.setattr(command, "run_together", together)
-
-    def slow(part: Part) -> Part:
-        def run(job: Job) -> Outcome:
-            needed = job.before.get("left", _NEEDED[part.name])
-            took = min(needed, max(0.0, job.left))
-            clock.now += took
-            left = needed - took if part.name in ("variants", "tests") or took == needed else needed
-            return Outcome(UNFINISHED if left else RIGHT, "", {"left": left})
-
-        return dataclasses.replace(part, run=run)
-
-    for _ in range(14):
-        began = clock.now
-        run = runs(tmp_path)._replace(end=began + command.SECONDS)
-        found = run_parts(run, [slow(part) for part in PARTS])
-        assert clock.now - began <= command.SECONDS + 1e-6
-    assert {content["state"] for content in found.values()} == {RIGHT}
-    assert clock.now == began  # nothing is run again

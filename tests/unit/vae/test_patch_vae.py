@@ -70,7 +70,7 @@ def test_tiled_decoding_gives_way_and_comes_back() -> None:
 
 def test_deep_copies_and_pickles_are_without_the_patch() -> None:
     vae = kl()
-    with patch_vae(vae, budget_mib=0.1) as patch:
+    with patch_vae(vae, budget_mib=0.3) as patch:
         twin = copy.deepcopy(vae)
         assert_close(twin.decode(latent()).sample, vae.decode(latent()).sample)
         nn.init.zeros_(twin.decoder.conv_out.bias)
@@ -84,7 +84,7 @@ def test_deep_copies_and_pickles_are_without_the_patch() -> None:
 
 def test_autocast_is_followed_whether_it_is_on_for_the_first_call_or_later() -> None:
     vae = kl()
-    with patch_vae(vae, budget_mib=0.1) as patch:
+    with patch_vae(vae, budget_mib=0.3) as patch:
         vae.decode(latent())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got = vae.decode(latent()).sample
@@ -151,7 +151,7 @@ def test_weights_that_are_there_only_while_their_layer_runs(host: Any, is_first:
     wanted = other.decode(latent()).sample
     if is_first:
         host(vae)
-    with patch_vae(vae, budget_mib=0.1) as patch:
+    with patch_vae(vae, budget_mib=0.3) as patch:
         vae.decode(latent())
         if not is_first:
             host(vae)
@@ -252,7 +252,7 @@ def test_what_is_not_finite_stays_so(number: float) -> None:
     vae, z = kl(), latent()
     z[0, 0, 3, 3] = number
     wanted = vae.decode(z).sample
-    with patch_vae(vae, budget_mib=0.1) as patch:
+    with patch_vae(vae, budget_mib=0.3) as patch:
         got = vae.decode(z).sample
     assert torch.equal(got.isnan(), wanted.isnan())
     assert patch.report().calls[0].state == "on"
@@ -345,7 +345,7 @@ def test_an_interrupt_between_bands_leaves_the_vae_usable() -> None:
             raise KeyboardInterrupt
 
     wanted = vae.decode(latent()).sample
-    with patch_vae(vae, budget_mib=0.1, progress=progress):
+    with patch_vae(vae, budget_mib=0.3, progress=progress):
         with pytest.raises(KeyboardInterrupt):
             vae.decode(latent())
         assert_close(vae.decode(latent()).sample, wanted)
@@ -385,17 +385,14 @@ def test_the_budget_is_kept() -> None:
     z = latent(1, 4, 48, 96)
     with PeakMemory() as whole:
         wanted = vae.decode(z).sample
-    for budget in (1.0, 2.0):
-        with patch_vae(vae, keep="host", budget_mib=budget) as patch:
-            vae.decode(z)  # proven
-            with PeakMemory() as peak:
-                got = vae.decode(z).sample
-        assert_close(got, wanted)
-        out = got.nbytes / 2**20
-        assert peak.peak_mib <= budget + out + 0.1
-        assert peak.peak_mib < 0.4 * whole.peak_mib
-        figures = patch.report().calls[-1].figures
-        assert figures.host_bytes < 1.1 * whole.peak_bytes
+    with patch_vae(vae, keep="host", budget_mib=1.0) as patch:
+        vae.decode(z)  # proven
+        with PeakMemory() as peak:
+            got = vae.decode(z).sample
+    assert_close(got, wanted)
+    assert peak.peak_mib <= 1.0 + got.nbytes / 2**20 + 0.1
+    assert peak.peak_mib < 0.4 * whole.peak_mib
+    assert patch.report().calls[-1].figures.host_bytes < 1.1 * whole.peak_bytes
 
 
 def test_a_pipeline_decodes_in_bands() -> None:
@@ -406,7 +403,7 @@ def test_a_pipeline_decodes_in_bands() -> None:
     vae = kl()
     wanted = vae.decode(latent()).sample
     vae.set_attn_processor(PascalAttnProcessor())
-    with patch_vae(vae, budget_mib=0.1) as patch:
+    with patch_vae(vae, budget_mib=0.3) as patch:
         accelerate.cpu_offload(vae, execution_device=torch.device("cpu"))
         assert_close(vae.decode(latent()).sample, wanted)
         assert all(p.device.type == "meta" for p in vae.decoder.parameters())
