@@ -1,12 +1,8 @@
 """A model of one multiprocessor: the share of its tensor cores that a kernel can keep busy, by its machine code.
 
-    python -m tools.models.tensor FILE.cubin --warps 8 --blocks 1          each loop with products of each function
-    python -m tools.models.tensor FILE.cubin --machine V100 --function pa_forward
-    python -m tools.models.tensor --kinds tensor tensor_grad_query         ours, compiled by NVRTC
-    python -m tools.models.tensor --kinds tensor --mask bool               and where the mask cuts every tile
-    python -m tools.models.tensor --kinds volta --machine V100
-    python -m tools.models.tensor_table                                    the table of docs/fused-kernel.md
-    python -m tools.models.calls                                           time of whole calls
+    python -m tools.models.tensor FILE.cubin --warps 8 --blocks 1 --machine V100 --function pa_volta
+    python -m tools.models.tensor_table            of ours: the table of docs/fused-kernel.md
+    python -m tools.models.calls                   time of whole calls
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
 the compiler wrote beside the instructions. They issue the real loop over tiles, round after round, until its speed is
@@ -15,8 +11,7 @@ steady. What an instruction occupies:
 - a product the tensor cores of its scheduler. On a T4 8 cycles for HMMA.1688 with float32 sums: 65 TFLOP/s at 40
   multiprocessors and 1.59 GHz are 128 multiplications a cycle and scheduler, and the compiler leaves 8 cycles between
   two of a warp. On GeForce cards, whose float32 sums have half the rate, 16. On a V100 (125 TFLOP/s, 80
-  multiprocessors, 1.53 GHz) 2 for each of the four steps of HMMA.884. On an H200 8, fitted to
-  its times (``.calls``);
+  multiprocessors, 1.53 GHz) 2 for each of the four steps of HMMA.884. On an H200 8, fitted (``.calls``);
 - shared memory, global loads and shuffles one pipe of the multiprocessor: 64 bytes a cycle on Turing, 128 on Volta
   (NVIDIA, "GA102 GPU Architecture": "128 bytes/clock per SM in GA102 versus 64 bytes/clock in Turing"). Without bank
   conflicts: the emulation counts those;
@@ -36,12 +31,9 @@ Volta a load of 16 bytes a lane is taken to move all of its 512 bytes, also wher
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from tools.fused import compiled
 
 from .sass import Instruction, arch, product_loops, sections, usual_path, volta
 
@@ -65,8 +57,7 @@ class Machine:
         shared_bytes: a cycle; conversion: cycles of a scheduler's share of the unit for exp2 and conversions.
         num_sms: of the card; arch: 75 is sm_75.
         queue: cycles of work that the pipe of shared memory accepts beyond what it is doing, see above.
-        plain: cycles of a scheduler for an instruction of float32; load: cycles until a global load is there.
-        clock: cycles a second.
+        plain: cycles of a scheduler for float32; load: until a global load is there. clock: cycles a second.
     """
 
     name: str
@@ -98,28 +89,9 @@ MACHINES = {
 }
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Cycles that one warp's round of the loop takes of its scheduler; ``shared``: a round of four warps, one on
-    each scheduler, in cycles of the pipe that they share."""
-
-    issued: int
-    tensor: int
-    conversions: int
-    shared: float
-    by_kind: Counter[str]
-
-
-def counts(path: Sequence[Instruction], machine: Machine) -> Counts:
-    """Counts of one round; a lower bound of its time is the largest of the four."""
-    by_kind = Counter(x.kind for x in path)
-    return Counts(
-        len(path),
-        sum(machine.product.get(x.kind, 0) for x in path),
-        machine.conversion * sum(by_kind[kind] for kind in _CONVERSIONS),
-        SCHEDULERS * sum(x.lane_bytes * _LANES for x in path if x.kind in _SHARED) / machine.shared_bytes,
-        by_kind,
-    )
+def tensor_cycles(path: Sequence[Instruction], machine: Machine) -> int:
+    """Cycles that a warp's round takes of the tensor cores of its scheduler."""
+    return sum(machine.product.get(x.kind, 0) for x in path)
 
 
 def _pipe(x: Instruction) -> str:
@@ -229,8 +201,7 @@ class _Simulation:
             if not issued and nearest is None:
                 raise ValueError("the warps of this loop wait for each other for ever")
             end, self.now = self.now, self.now + 1 if issued or nearest is None else max(self.now + 1, nearest)
-        tensor = sum(self.machine.product.get(x.kind, 0) for _, x in self.body)
-        return tensor * (goal - first) / SCHEDULERS / (end - begin)
+        return tensor_cycles([x for _, x in self.body], self.machine) * (goal - first) / SCHEDULERS / (end - begin)
 
     def _step(self, scheduler: int) -> int | None:
         """Issues one instruction: None. Or says when one may be issued at the earliest, 0 if that is not known."""
@@ -302,22 +273,6 @@ class _Simulation:
             group.clear()
 
 
-def report(name: str, path: list[Instruction], machine: Machine, warps: int, blocks: int) -> str:
-    """A row of :data:`HEAD`."""
-    c = counts(path, machine)
-    share = simulate(path, machine, warps, blocks)
-    products = sum(n for kind, n in c.by_kind.items() if kind.startswith("HMMA"))
-    cells = [name, machine.name, products, c.issued, c.by_kind["LDSM"] + c.by_kind["LDS"], c.by_kind["BAR"]]
-    shares = [c.issued / c.tensor, c.conversions / c.tensor, c.shared / c.tensor, share]
-    return "| " + " | ".join([*map(str, cells), *(f"{value:.0%}" for value in shares)]) + " |"
-
-
-HEAD = (
-    "| kernel | card | products | issued | shared loads | barriers | issue / tensor time | conversions / tensor time "
-    "| shared memory / tensor time | share of tensor peak |\n" + "| --- " * 10 + "|"
-)
-
-
 def paths(cubin: bytes, **rare: bool) -> Iterable[tuple[str, list[Instruction]]]:
     """(function, one round) of each loop with products in a cubin; ``rare``: of :func:`.sass.usual_path`.
 
@@ -331,42 +286,21 @@ def paths(cubin: bytes, **rare: bool) -> Iterable[tuple[str, list[Instruction]]]
             yield function, usual_path(loop, **rare)
 
 
-def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterator[tuple[str, bytes, int, int]]:
-    """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, with such masks."""
-    from pascal_attn_core.fused.code.source import all_variants
-
-    for variant in all_variants():
-        if variant.kind in kinds and variant.mask == mask and not variant.padded:
-            cubin = compiled(variant, machine.arch).cubin
-            yield variant.name, cubin, variant.geometry.threads // _LANES, variant.geometry.blocks
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cubin", type=Path, nargs="?")
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="no cubin: our kernels of these kinds")
-    parser.add_argument("--mask", choices=["none", "bool", "float"], default="none", help="for --kinds")
+    parser.add_argument("cubin", type=Path)
     parser.add_argument("--function", default="", help="part of the names of those to look at")
     parser.add_argument("--warps", type=int, default=8, help="of a block")
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
-    parser.add_argument("--machine", choices=MACHINES, nargs="+", default=["T4"])
+    parser.add_argument("--machine", choices=MACHINES, default="T4")
     parser.add_argument("--queue", type=int, default=192, help="cycles of work that wait before shared memory")
     arguments = parser.parse_args()
-    machines = [replace(MACHINES[name], queue=arguments.queue) for name in arguments.machine]
-    if arguments.kinds:
-        print(HEAD)
-        for machine in machines:
-            for name, cubin, warps, blocks in own_cubins(arguments.kinds, machine, arguments.mask):
-                for masked in (False, True)[: 1 + (arguments.mask != "none")]:
-                    for _, path in paths(cubin, masked=masked):
-                        print(report(name + ", cut" * masked, path, machine, warps, blocks), flush=True)
-        return
-    if arguments.cubin is None:
-        parser.error("give a cubin or --kinds")
-    print(HEAD)
+    machine = replace(MACHINES[arguments.machine], queue=arguments.queue)
     for function, path in paths(arguments.cubin.read_bytes()):
-        for machine in machines if arguments.function in function else ():
-            print(report(function, path, machine, arguments.warps, arguments.blocks), flush=True)
+        if arguments.function in function:
+            share = simulate(path, machine, arguments.warps, arguments.blocks)
+            products = sum(x.is_product for x in path)
+            print(f"{function}: {len(path)} instructions, {products} products, {share:.0%} of the tensor cores' peak")
 
 
 if __name__ == "__main__":

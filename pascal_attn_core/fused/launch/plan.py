@@ -235,8 +235,8 @@ def _fullness(rows: int, tile_rows: int) -> float:
 # 16 rows reads twice as much shared memory for each product as one with two. The second number: one block alone on its
 # multiprocessor.
 _SMALL_SPEED, _ALONE = 0.65, 0.6
-# Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
-# python -m tools.models.tensor --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
+# Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers, by
+# tools/models/tensor.py. Without a mask it is as fast.
 _LISTED_SPEED = 0.94
 # What joining parts costs, in multiply-adds of a query row with a key.
 _JOINING = 1 << 16
