@@ -25,7 +25,7 @@ BESIDE = {
     "notebooks/cards.ipynb": "notebooks/cards.ipynb",
 }
 # Modules whose public names make a page each.
-API = ("", "attention_map", "device", "diffusers", "ffn", "flash_attn", "int8", "layers", "observe.memory",
+API = ("", "attention_map", "diffusers", "ffn", "flash_attn", "int8", "layers", "observe.memory",
        "observe.progress", "plots", "sdpa_patch", "stand_ins", "transformers", "vae")  # fmt: skip
 _LINK = re.compile(r"(!?)\[((?:!\[[^\]]*\]\([^)]*\)|[^\]])*)\]\(([^)\s]+)\)")  # its text may be a picture
 _SOURCE = re.compile(r'(src|href)="([^"]+)"')

@@ -15,18 +15,13 @@ from ..call import check_call
 from ..config import default_config
 from ..int8.backends import backend_on
 from ..int8.report import COMPUTED_BY
-from ..machine.device import MIB, DeviceInfo
 from ..machine.facts import Machine, device_lines, device_names, head_lines, line, look_around
 from ..machine.runtime import runtime_of
 from ..machine.wheels import judge
 from ..routes import route_names, why_not
 from ..routes.timing import Timings
-from ..tiled.plan import describe_plan
-from ..tiled.tiles import recommended_tile_size_for
-from .bench.shapes import SHAPES
 
 _CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
-TYPICAL = ("sd15", "sdxl", "flux", "wan", "gqa")  # of the shapes of the bench
 
 
 @dataclass(frozen=True)
@@ -87,8 +82,8 @@ def document(info: Info) -> dict[str, Any]:
 def describe(info: Info) -> str:
     """The whole block as text."""
     lines = head_lines(info.machine)
-    for number, device in enumerate(info.machine.devices):
-        lines += ["", *device_lines(info.machine, number), *_tile_lines(device, info.config)]
+    for number in range(len(info.machine.devices)):
+        lines += ["", *device_lines(info.machine, number)]
     lines += _route_lines(info)
     if info.int8 is not None:
         way, why = info.int8
@@ -97,17 +92,6 @@ def describe(info: Info) -> str:
         kernel = "by the operators that define it, for checks" if on_cpu else "by the kernel"
         lines.append(line("", f"attention, if asked for: {f'no: {reasons}' if reasons else kernel}"))
     return "\n".join(lines)
-
-
-def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
-    square = recommended_tile_size_for(info.l2_bytes)
-    budget = config.budget_mib if config.budget_mib is not None else info.default_budget_bytes() / MIB
-    lines = [line("tile size", f"{square} (square, for code that asks for one number)")]
-    lines.append(line("tiles", f"for a budget of {budget:g} MiB:"))
-    for shape in (shape for shape in SHAPES if shape.name in TYPICAL):
-        sizes = shape.batch, shape.num_heads, shape.num_kv_heads, shape.seq_len_q, shape.seq_len_kv, shape.head_dim
-        lines.append(line("", f"  {shape.name:6s}{shape.text:32s}{describe_plan(info, sizes, config)}"))
-    return lines
 
 
 def _route_lines(info: Info) -> list[str]:

@@ -1,4 +1,4 @@
-"""AMD's cards as the system knows them, whatever the environment makes the runtime take them for; and their clocks.
+"""AMD's cards as the system knows them, whatever the environment makes the runtime take them for.
 
 ``HSA_OVERRIDE_GFX_VERSION=10.3.0`` makes ROCm take every card for a gfx1030, which is how most RX 5000 cards run
 torch's wheels. They lack some of that architecture's instructions, and one of those ends the process. The kernel driver
@@ -15,10 +15,6 @@ from typing import NamedTuple
 UNKNOWN = "unknown"
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"  # for all cards, and with _0, _1 ... behind it for one
 _NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-_PCI = Path("/sys/bus/pci/devices")
-# Linux kernel, "amdgpu": files of hwmon, and what one of their units is in MHz (shader clock, memory clock), degrees
-# Celsius and watts.
-_READINGS = (("freq1_input", 1e-6), ("freq2_input", 1e-6), ("temp1_input", 1e-3), ("power1_average", 1e-6))
 Place = tuple[int | None, ...]  # PCI domain, bus and device; None where torch does not say
 
 
@@ -48,30 +44,6 @@ def _node(text: str) -> Node | None:
     # 100300 is gfx1030, 90010 is gfx90a
     arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
     return Node(arch, (facts.get("domain", 0), location >> 8 & 0xFF, location >> 3 & 0x1F))
-
-
-def readings(place: Place, folder: Path = _PCI, topology: Path = _NODES) -> tuple[float | None, ...] | None:
-    """Shader clock and memory clock of a card in MHz, its temperature in degrees Celsius and its power in watts, each
-    None where it does not say; None where there are no such files.
-
-    Args:
-        place: of the card. Where it is not known, and there is one card only, it is that one.
-        folder: of the PCI devices; topology: of the kernel driver's.
-    """
-    if None in place:
-        found = nodes(topology)
-        if len(found) != 1:
-            return None
-        place = found[0].place
-    domain, bus, device = place
-    monitors = sorted((folder / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "hwmon").glob("hwmon*"))
-    if not monitors:
-        return None
-    values: list[float | None] = [None] * len(_READINGS)
-    for index, (name, unit) in enumerate(_READINGS):
-        with contextlib.suppress(OSError, ValueError):
-            values[index] = int((monitors[0] / name).read_text(encoding="utf-8")) * unit
-    return tuple(values)
 
 
 def true_arch(place: Place, overrides: Collection[str], folder: Path = _NODES) -> str:

@@ -162,12 +162,6 @@ def _cuda_info(index: int) -> DeviceInfo:
     )
 
 
-def pci_place(device: torch.device) -> Place:
-    """PCI domain, bus and device of a GPU; None each where this torch does not say."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _place(torch.cuda.get_device_properties(index))
-
-
 def _place(props: Any) -> Place:
     return tuple(getattr(props, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from ..version import __version__
-from .amd_system import OVERRIDE, readings
+from .amd_system import OVERRIDE
 from .amd_system import nodes as amd_nodes
-from .device import MIB, DeviceInfo, device_info, free_bytes, pci_place, smi_id
+from .device import MIB, DeviceInfo, device_info, free_bytes, smi_id
 from .wheels import TorchBuild, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
 
 GIB = 1 << 30
@@ -140,12 +140,9 @@ class Clocks(NamedTuple):
 
 
 def ask_clocks(device: torch.device) -> Clocks | None:
-    """The clocks of a card now; None where nvidia-smi is missing or fails, or AMD's driver shows none."""
-    if device.type != "cuda":
+    """The clocks of a card of NVIDIA's now; None where nvidia-smi is missing or fails, and on other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return None
-    if torch.version.hip is not None:
-        found = readings(pci_place(device))
-        return None if found is None else Clocks(*found)
     return parse_clocks(_asked(_CLOCKS, "--id", smi_id(device)))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, check_call, distinct
+from ..call import AttentionCall, distinct
 from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig
 from ..machine.device import MIB, DeviceInfo
@@ -70,21 +70,6 @@ def plan_call(
     if most_bytes is not None:
         budget = min(budget, most_bytes)
     return plan_tiles(info, work, budget, q_block=config.q_block, kv_block=config.kv_block)
-
-
-def describe_plan(info: DeviceInfo, shape: tuple[int, int, int, int, int, int], config: AttentionConfig) -> str:
-    """The plan for a float32 call in words: ``"1 kv head x 1024 tokens x 512 keys, 2.3 MiB"``.
-
-    Args:
-        shape: batch, query heads, key/value heads, query tokens, key tokens, head_dim.
-    """
-    batch, heads, kv_heads, tokens, keys, head_dim = shape
-    query, key = (torch.empty(batch, *size, head_dim, device="meta") for size in ((heads, tokens), (kv_heads, keys)))
-    call = check_call(query, key, key, enable_gqa=True)
-    plan = plan_call(call, info, config)
-    units = f"{plan.units} kv head{'' if plan.units == 1 else 's'}"
-    group = f" x {call.groups} query heads" if call.groups > 1 else ""
-    return f"{units}{group} x {plan.q_block} tokens x {plan.kv_block} keys, {plan.extra_bytes / MIB:.1f} MiB"
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -35,11 +35,11 @@ HANDLERS: dict[Any, Handler] = {}
 _MOST_STEPS = 64  # of element by element work that is done at once
 
 
-def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Registers a handler for operators of these names, where this torch has them."""
+def handles(names: str) -> Callable[[Handler], Handler]:
+    """Registers a handler for operators, ``"view reshape"``, where this torch has them."""
 
     def note(handler: Handler) -> Handler:
-        for name in names:
+        for name in names.split():
             packet = getattr(aten, name, None)
             if packet is not None:
                 HANDLERS[packet] = handler
@@ -111,13 +111,13 @@ def _view(run: BandedRun, node: Lazy, of_tensor: Callable[[Tensor], Tensor], of_
     return of_node()
 
 
-@handles("view", "_unsafe_view", "reshape", "_reshape_alias")
+@handles("view _unsafe_view reshape _reshape_alias")
 def _viewed(run: BandedRun, func: Any, node: Lazy, shape: Sequence[int], *_: Any) -> Lazy:
     sizes = list(node.like.contiguous().view(list(shape)).shape)
     return _view(run, node, lambda t: t.view(sizes), lambda: Viewed(node, sizes))
 
 
-@handles("squeeze", "unsqueeze")
+@handles("squeeze unsqueeze")
 def _squeezed(run: BandedRun, func: Any, node: Lazy, *args: Any) -> Lazy:
     sizes = list(func(node.like, *args).shape)
     return _view(run, node, lambda t: func(t, *args), lambda: Viewed(node, sizes))
@@ -128,7 +128,7 @@ def _permuted(run: BandedRun, func: Any, node: Lazy, dims: Sequence[int]) -> Laz
     return _view(run, node, lambda t: t.permute(*dims), lambda: Permuted(node, dims))
 
 
-@handles("transpose", "t")
+@handles("transpose t")
 def _transposed(run: BandedRun, func: Any, node: Lazy, first: int = 0, second: int = -1) -> Lazy:
     order = list(range(node.like.dim()))
     order[first], order[second] = order[second], order[first]
@@ -157,7 +157,7 @@ def _select(run: BandedRun, func: Any, node: Lazy, dim: int, index: int) -> Lazy
     return _squeezed(run, aten.squeeze.dim, _narrowed(run, node, dim, index, index + 1), dim)
 
 
-@handles("split", "split_with_sizes")
+@handles("split split_with_sizes")
 def _split(run: BandedRun, func: Any, node: Lazy, sizes: int | Sequence[int], dim: int = 0) -> list[Lazy]:
     total = node.size(dim)
     if isinstance(sizes, int):
@@ -228,7 +228,7 @@ def _stack(run: BandedRun, func: Any, parts: Sequence[Any], dim: int = 0) -> Laz
     return _joined(run, [_squeezed(run, aten.unsqueeze.default, node, dim) for node in nodes], dim)
 
 
-@handles("pixel_shuffle", "pixel_unshuffle")
+@handles("pixel_shuffle pixel_unshuffle")
 def _pixel_shuffle(run: BandedRun, func: Any, node: Lazy, factor: int) -> Lazy:
     *outer, channels, height, width = node.shape
     if "unshuffle" in func._schema.name:
@@ -243,7 +243,7 @@ def _pixel_shuffle(run: BandedRun, func: Any, node: Lazy, factor: int) -> Lazy:
 # ---- new numbers -----------------------------------------------------------------------------------------------------
 
 
-@handles("zeros_like", "empty_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full")
+@handles("zeros_like empty_like ones_like full_like new_zeros new_empty new_ones new_full")
 def _filled(run: BandedRun, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Lazy:
     kwargs = {name: value for name, value in kwargs.items() if name == "dtype"}
     name = func._schema.name
@@ -266,7 +266,7 @@ def _constant_pad(run: BandedRun, func: Any, node: Lazy, pad: Sequence[int], val
     return padded(run, node, pad, "constant", value)
 
 
-@handles(*(f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)))
+@handles(" ".join(f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)))
 def _edge_pad(run: BandedRun, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
     return padded(run, node, pad, "reflect" if "reflection" in func._schema.name else "replicate")
 
@@ -306,10 +306,10 @@ _HALO = {"nearest": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
 
 
 @handles(
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-    "upsample_trilinear3d", "upsample_bicubic2d",
-)  # fmt: skip
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "upsample_trilinear3d upsample_bicubic2d"
+)
 def _upsample(run: BandedRun, func: Any, node: Lazy, size: Sequence[int] | None, *rest: Any) -> Any:
     name = func._schema.name.partition("::")[2]
     is_nearest = "nearest" in name
@@ -337,7 +337,7 @@ def _upsample(run: BandedRun, func: Any, node: Lazy, size: Sequence[int] | None,
     return Resized(func(node.like, size, *rest), run.settled(node), resized, factors, halo)
 
 
-@handles("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "avg_pool1d", "max_pool2d")
+@handles("avg_pool2d avg_pool3d max_pool2d_with_indices avg_pool1d max_pool2d")
 def _pool(run: BandedRun, func: Any, node: Lazy, kernel: Sequence[int], *rest: Any) -> Any:
     spatial = node.like.dim() - 2
     kernel = list(kernel) * (spatial if len(kernel) == 1 else 1)
@@ -371,7 +371,7 @@ def _group_norm(run: BandedRun, func: Any, node: Any, weight: Any, bias: Any, *r
     return _with_steady_weights(run, found, (weight, bias)), None, None
 
 
-@handles("native_layer_norm", "_fused_rms_norm")
+@handles("native_layer_norm _fused_rms_norm")
 def _layer_norm(run: BandedRun, func: Any, node: Any, shape: Sequence[int], *rest: Any) -> Any:
     if not isinstance(node, Lazy):
         return NotImplemented
@@ -380,7 +380,7 @@ def _layer_norm(run: BandedRun, func: Any, node: Any, shape: Sequence[int], *res
     return rowwise(run, node, func, (node, shape, *rest), {}, dims), *[None] * (len(func._schema.returns) - 1)
 
 
-@handles("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit_no_training")
+@handles("native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit_no_training")
 def _batch_norm(run: BandedRun, func: Any, node: Any, *rest: Any) -> Any:
     is_training = "no_training" not in func._schema.name and rest[4]
     if not isinstance(node, Lazy) or is_training:
@@ -389,7 +389,7 @@ def _batch_norm(run: BandedRun, func: Any, node: Any, *rest: Any) -> Any:
     return rowwise(run, node, func, (node, *rest), {}, dims), *[None] * (len(func._schema.returns) - 1)
 
 
-@handles("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "any", "all", "prod", "logsumexp")
+@handles("mean sum amax amin var std linalg_vector_norm norm any all prod logsumexp")
 def _reduction(run: BandedRun, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
     names = [argument.name for argument in func._schema.arguments]
     if "dim" not in names or not isinstance(node, Lazy):
@@ -407,7 +407,7 @@ def _reduction(run: BandedRun, func: Any, node: Any, *args: Any, **kwargs: Any) 
     return rowwise(run, node, func, (node, *args), kwargs, places)
 
 
-@handles("_softmax", "_log_softmax", "cumsum", "index_select", "glu")
+@handles("_softmax _log_softmax cumsum index_select glu")
 def _along_one(run: BandedRun, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(node, Lazy):
         return NotImplemented
@@ -431,7 +431,7 @@ def _linear(run: BandedRun, func: Any, node: Any, weight: Any, bias: Any = None)
     return _with_steady_weights(run, found, (weight, bias), Tensor)
 
 
-@handles("mm", "bmm", "addmm")
+@handles("mm bmm addmm")
 def _product(run: BandedRun, func: Any, *args: Any, **kwargs: Any) -> Any:
     """A matrix product in ranges of the rows of its left side, or of the columns of its right side."""
     *bias, left, right = args

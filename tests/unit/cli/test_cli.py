@@ -139,4 +139,4 @@ for name in ("safetensors", "matplotlib", "diffusers", "transformers", "pascal_a
 from pascal_attn_core.cli import main
 sys.exit(main(["info"]))
 """
-    assert "tiles" in run(code)
+    assert "routes" in run(code)

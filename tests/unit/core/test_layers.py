@@ -14,7 +14,7 @@ SPLIT = ("fused", "nodes")  # folders whose own folders are rooms
 FLOORS: list[set[str]] = [
     {"version", "config", "reference"},
     {"machine", "call"},
-    {"device", "observe", "patching"},
+    {"observe", "patching"},
     {"tiled", "ffn"},
     {"fused/geometry", "plots"},
     {"fused/code"},

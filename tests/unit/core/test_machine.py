@@ -1,9 +1,6 @@
 """These tests check what is known of a device without a driver, of a card of AMD's by its topology, and of wheels."""
 
 import dataclasses
-import functools
-import shutil
-import sys
 import types
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,8 +10,7 @@ import torch
 
 from pascal_attn_core.config import variables
 from pascal_attn_core.machine import device as device_module
-from pascal_attn_core.machine import facts as facts_module
-from pascal_attn_core.machine.amd_system import UNKNOWN, Node, nodes, readings, true_arch
+from pascal_attn_core.machine.amd_system import UNKNOWN, Node, nodes, true_arch
 from pascal_attn_core.machine.device import DeviceInfo, device_info, free_bytes
 from pascal_attn_core.machine.room import available_bytes
 from pascal_attn_core.machine.wheels import TorchBuild, code_for, has_rocm_wheel, judge, rocm_wheel_for
@@ -148,38 +144,6 @@ def test_of_several_cards_it_is_the_one_in_this_place(topology) -> None:
     assert true_arch((0, 17, 0), OVERRIDE, folder) == "gfx1036"
     assert true_arch((0, 5, 0), OVERRIDE, folder) == UNKNOWN
     assert true_arch(NOWHERE, OVERRIDE, folder) == UNKNOWN  # an older torch does not say where a card is
-
-
-on_linux = pytest.mark.skipif(sys.platform == "win32", reason="no such names of folders")
-
-
-@pytest.fixture
-def monitor(tmp_path: Path) -> Path:
-    """PCI devices of which one has the files of a Radeon VII."""
-    folder = tmp_path / "pci" / "0000:03:00.0" / "hwmon" / "hwmon4"
-    folder.mkdir(parents=True)
-    for name, text in (("freq1_input", "1750000000"), ("freq2_input", "1000000000"), ("temp1_input", "61000")):
-        (folder / name).write_text(text + "\n")
-    return tmp_path / "pci"
-
-
-@on_linux
-def test_the_clocks_are_those_of_the_card_in_this_place(topology, monitor: Path, tmp_path: Path) -> None:
-    at_work = (1750.0, 1000.0, 61.0, None)  # this one does not show its power
-    assert readings((0, 3, 0), monitor) == pytest.approx(at_work)
-    assert readings((0, 4, 0), monitor) is None
-    assert readings(NOWHERE, monitor, tmp_path / "nothing") is None
-    several = topology((90006, 3), (90006, 4))
-    assert readings(NOWHERE, monitor, several) is None
-    shutil.rmtree(several / "2")
-    assert readings(NOWHERE, monitor, several) == pytest.approx(at_work)
-
-
-@on_linux
-def test_clocks_are_asked_of_the_system_on_amd_cards(rocm, monitor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_module, "readings", functools.partial(readings, folder=monitor))
-    rocm(gcnArchName="gfx906", pci_domain_id=0, pci_bus_id=3, pci_device_id=0)
-    assert str(facts_module.ask_clocks(torch.device("cuda", 0)).text) == "1750 MHz, memory 1000 MHz, 61 C"
 
 
 @pytest.fixture
