@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..pascal_attn_core.int8.float16 import Float16Binding
-from ..pascal_attn_core.patching.patch import ON, UNABLE
+from ..pascal_attn_core.patching.patch import UNABLE
 from .comfy import host, inputs, others
 from .comfy.by_name import OVERRIDE
 from .comfy.others import AUTO, name_of, runs_first
@@ -188,7 +188,7 @@ class Float16Layers(injection.Injection):
     def describe(self, run: Run, patcher: Any) -> None:
         report = self.binding.report(injection.network_of(patcher))
         first, *more = report.text().splitlines()
-        run.is_exact = not any(state.state == ON for state in report.states)
+        run.is_exact = report.is_exact
         tell = run.note if run.is_exact else run.gain
         tell(first)
         for sentence in more:

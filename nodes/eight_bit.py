@@ -87,27 +87,9 @@ class Pascal8Bit(inputs.PascalNode):
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
-    def patch(
-        self,
-        model: Any,
-        attention: str,
-        attention_max_error: float,
-        linear_layers: bool,
-        unique_id: str | None = None,
-        earlier_patch: str = others.AUTO,
-        **of_linear_layers: Any,
-    ) -> tuple[Any, str]:
-        of_attention: dict[str, Any] = {
-            "attention": attention,
-            "attention_max_error": attention_max_error,
-            "earlier_patch": earlier_patch,
-        }
-        return int8.patch(model, _settings(linear_layers, **of_linear_layers, **of_attention), unique_id)
-
-
-def _settings(linear_layers: bool, **more: Any) -> int8.Int8Settings:
-    return int8.Int8Settings(**more, linear=linear_layers)
+    def patch(self, model: Any, unique_id: str | None = None, **wanted: Any) -> tuple[Any, str]:
+        return int8.patch(model, int8.Int8Settings(**wanted), unique_id)
 
 
 _INPUTS = Pascal8Bit.INPUT_TYPES()["required"].items()
-DEFAULTS = _settings(**{name: options["default"] for name, (_, options) in _INPUTS if "default" in options})
+DEFAULTS = int8.Int8Settings(**{name: options["default"] for name, (_, options) in _INPUTS if "default" in options})

@@ -101,16 +101,17 @@ def long_sink(dim: int) -> Inputs:
     return sink(dim, Inputs(query, key, value + 0.5 * torch.randn(1, 1, dim)), 2.2, 4.0)
 
 
-def weighed_sink(dim: int, weight: float, keys: int = 2048, common: bool = True) -> Inputs:
-    """One key has ``weight`` of the mean row, and a small value; the other values have a ``common`` part or none."""
+def weighed_sink(dim: int, weight: float, keys: int = 2048, common: bool = True, sinks: int = 1) -> Inputs:
+    """One key, or several, have ``weight`` of the mean row, and small values; the others have a ``common`` part or
+    none."""
     query, key, value, _ = normal(dim, keys, 1, 64)
     direction = F.normalize(torch.randn(dim), dim=0)
     query += (4 - query @ direction)[..., None] * direction
     key -= (key @ direction)[..., None] * direction
-    others = (query @ key[:, 1:].mT * dim**-0.5).logsumexp(-1).mean()
-    key[:, 0] = direction * (others + math.log(weight / (1 - weight))) * dim**0.5 / 4
+    others = (query @ key[:, sinks:].mT * dim**-0.5).logsumexp(-1).mean()
+    key[:, :sinks] = direction * (others + math.log(weight / (1 - weight) / sinks)) * dim**0.5 / 4
     value = value * 0.3 + common * torch.randn(1, 1, dim)
-    value[:, 0] = torch.randn(dim) * 0.02
+    value[:, :sinks] = torch.randn(sinks, dim) * 0.02
     return Inputs(query, key, value)
 
 

@@ -11,11 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ...pascal_attn_core.int8.binding import Int8Binding, take_off
+from ...pascal_attn_core.int8.binding import Int8Binding
 from ...pascal_attn_core.int8.find import find_linear
 from ...pascal_attn_core.int8.report import Int8Report, together
-from ...pascal_attn_core.patching.patch import OFF as NOT_CHOSEN
-from ...pascal_attn_core.patching.patch import ON, REFUSED, UNABLE, WAITING
 from ...pascal_attn_core.patching.selectors import matches
 from ..comfy import comfy_kitchen, host, others
 from ..comfy.by_name import OVERRIDE
@@ -71,7 +69,7 @@ class Int8Settings:
     """The inputs of a node.
 
     Attributes:
-        max_error, include, exclude, weights, int8_files: of linear layers; linear: whether they run in 8 bits.
+        max_error, include, exclude, weights, int8_files: of linear layers; linear_layers: whether they run in 8 bits.
         only_faster: whether linear layers that 8 bits do not make faster stay in float.
         attention: "auto" = in 8 bits, but not on a CPU; "always" or "off"; attention_max_error: of its layers.
         earlier_patch: of another pack, on attention: one of the choices of ``others``.
@@ -82,7 +80,7 @@ class Int8Settings:
     exclude: str
     weights: str
     int8_files: str
-    linear: bool = True
+    linear_layers: bool = True
     attention: str = OFF
     attention_max_error: float = 0.0
     only_faster: bool = False
@@ -95,7 +93,7 @@ class Int8Settings:
 
     def text(self, *, attention: bool) -> str:
         """``"error at most 5.0%, weights host, attention in 8 bits with an error of at most 2.0%"``."""
-        parts = [f"error at most {self.max_error:.1%}, weights {self.weights}"] if self.linear else []
+        parts = [f"error at most {self.max_error:.1%}, weights {self.weights}"] if self.linear_layers else []
         parts += [f"attention in 8 bits with an error of at most {self.attention_max_error:.1%}"] if attention else []
         return ", ".join(parts)
 
@@ -106,7 +104,7 @@ class Int8Layers(Injection):
 
     def __init__(self, patcher: Any, wanted: Int8Settings, unique_id: str | None):
         network = network_of(patcher)
-        choice = wanted.int8_files if wanted.linear else "off"
+        choice = wanted.int8_files if wanted.linear_layers else "off"
         self.wanted, self.files = wanted, comfy_kitchen.FileLayers(network, patcher.load_device, choice)
         is_too_slow = wanted.attention == AUTO and patcher.load_device.type == "cpu"
         is_off = wanted.attention == OFF or is_too_slow
@@ -116,29 +114,29 @@ class Int8Layers(Injection):
         super().__init__(binding_for(network, wanted.options), subject, text, unique_id)
 
     def attach(self, patcher: Any) -> None:
-        take_off(network_of(patcher))
-        if self.wanted.linear:
-            self.binding.attach(network_of(patcher), lambda name, module: LoadedWeight(patcher, name, module))
+        network = network_of(patcher)
+        for binding in _bindings[network].values():  # of other options, which another clone of the model has
+            binding.detach(network)
+        if self.wanted.linear_layers:
+            self.binding.attach(network, lambda name, module: LoadedWeight(patcher, name, module))
 
     def begin(self, patcher: Any) -> None:
         self.binding.restart()
-        attention = _attention_of(patcher)
-        if attention is not None:
-            attention.restart()
         self.files.restart()
+        if attention := _attention_of(patcher):
+            attention.restart()
 
     def reports(self, patcher: Any) -> list[Int8Report]:
         """On linear layers and on attention layers, as far as the clone has them in 8 bits."""
-        found = [self.binding.report(network_of(patcher))] if self.wanted.linear else []
+        found = [self.binding.report(network_of(patcher))] if self.wanted.linear_layers else []
         attention = _attention_of(patcher)
         return found if attention is None else [*found, attention.report()]
 
     def describe(self, run: Run, patcher: Any) -> None:
         reports = self.reports(patcher)
-        whole = together(reports) if reports else None
-        if whole is not None and whole.count(ON):
-            run.is_exact = False
-            run.gain(whole.sentence())
+        run.is_exact = all(report.is_exact for report in reports)
+        if not run.is_exact:
+            run.gain(together(reports).sentence())
         for sentence in filter(None, [self.files.text(), self.why_exact]):
             run.note(sentence)
         for report in reports:
@@ -156,14 +154,14 @@ def _attention_of(patcher: Any) -> int8_attention.AttentionLayers | None:
 
 def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any, str]:
     """A clone of ``model`` whose layers run in 8 bits, and what is known of each before a run."""
-    patched = clone_for(model, wanted.options) if wanted.linear else model.clone()
+    patched = clone_for(model, wanted.options) if wanted.linear_layers else model.clone()
     layers, network = Int8Layers(patched, wanted, unique_id), network_of(patched)
     install(patched, layers)
     comfy_kitchen.install(patched, layers.files)
     int8_attention.install(patched, layers.attention, wanted.earlier_patch)
     reports = layers.reports(patched)
     first, more = f"{layers.subject}: {layers.settings}", []
-    if wanted.linear:
+    if wanted.linear_layers:
         first = status(reports[0], layers.subject, layers.settings)
         more = [unmatched(network, (*wanted.options[1], *wanted.options[2])), layers.files.text()]
         if more[0]:
@@ -178,23 +176,16 @@ def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any,
 def status(report: Int8Report, subject: str, settings: str) -> str:
     """``"304 linear layers of Flux for int8, error at most 5.0%, weights host; 12 left, 3 cannot be"``."""
     text = f"{report.able} linear layers of {subject} for int8"
-    if report.able or not report.lines:
-        text += f", {settings}"
-    words = ((NOT_CHOSEN, "left"), (UNABLE, "cannot be"))
-    left = [f"{report.count(state)} {word}" for state, word in words if report.count(state)]
-    return "; ".join(filter(None, [text, ", ".join(left)]))
+    return "; ".join(filter(None, [text + f", {settings}" * bool(report.able or not report.lines), report.left]))
 
 
 def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:
     """The sentences that a user must not miss."""
     found = [f"{line.name} went back to float: {line.why}" for line in report.lines if line.went_back]
-    on = report.of(ON)
-    if not on and not is_file_in_int8:
-        reasons = sorted({line.why for line in report.lines if line.state in (UNABLE, REFUSED, WAITING)})
+    if report.is_exact and not is_file_in_int8:
         none = "none was measured" if report.lines else "none was found"
-        found.append(f"no {report.what.removesuffix('s')} runs in int8: {'; '.join(reasons[:3]) or none}")
-    timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]
-    before, after = (sum(times) for times in zip(*timed)) if timed else (0.0, 0.0)
+        found.append(f"no {report.what.removesuffix('s')} runs in int8: {'; '.join(report.reasons[:3]) or none}")
+    _, before, after, _ = report.times
     if after > _MUCH_SLOWER * before:
         times = f"{after:.1f} ms in total, {before:.1f} ms in float"
         found.append(f"int8 is slower than float here: one call of each layer takes {times}")

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ...pascal_attn_core.call import PLAIN
-from ...pascal_attn_core.contest.timing_table import median_times
-from ...pascal_attn_core.int8.attention import AttentionSite
-from ...pascal_attn_core.int8.judged import Int8Options, has_numbers, limit_of
+from ...pascal_attn_core.int8.attention import AttentionBinding, AttentionSite
+from ...pascal_attn_core.int8.judged import has_numbers
 from ...pascal_attn_core.int8.report import Int8Report
 from ..comfy import host
 from ..comfy.by_name import OVERRIDE, Attention
@@ -35,25 +34,16 @@ class _Names(threading.local):
         self.seen: Counter[str] = Counter()
 
 
-class AttentionLayers:
-    """The attention layers of one model, known by the block that a call comes from and by its number within the block.
-
-    Args:
-        max_error: as of :func:`.patch_attention_int8`.
-    """
+class AttentionLayers(AttentionBinding):
+    """The attention layers of one model, known by the block that a call comes from and by its number within the
+    block."""
 
     def __init__(self, max_error: float):
-        self.options = Int8Options(limit_of(max_error), "", median_times, only_faster=True)
-        self._sites: dict[str, AttentionSite] = {}
-        self._names = _Names()
+        super().__init__(max_error=max_error)
+        self._layers, self._names = {}, _Names()
 
-    def restart(self) -> None:
-        for site in self._sites.values():
-            site.watch.restart()
-
-    def report(self) -> Int8Report:
-        lines = [site.line() for site in self._sites.values()]
-        return Int8Report(lines, self.options.max_error, "", "attention layers")
+    def report(self, model: Any = None) -> Int8Report:
+        return self.report_of([site.line() for site in self._layers.values()])
 
     def around_model(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """For ``add_wrapper_with_key``: a call of the model begins."""
@@ -82,7 +72,7 @@ class AttentionLayers:
         block, seen = block_name(options) or "call", self._names.seen
         seen[block] += 1
         name = block if seen[block] == 1 else f"{block} ({seen[block]})"
-        return self._sites.setdefault(name, AttentionSite(name, "attention", self.options))
+        return self._layers.setdefault(name, AttentionSite(name, "attention", self.options))
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, dict[float, AttentionLayers]] = weakref.WeakKeyDictionary()

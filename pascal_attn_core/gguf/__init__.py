@@ -66,7 +66,7 @@ class GgufPatch(Patch):
                 State(name or "(the model)", REFUSED if reason else ON, reason or format_of(module, host))
             )
             if not reason:
-                placed.append(Multiplier(module, host, lambda: self.active, linear))
+                placed.append(Multiplier(module, host, lambda has_patches: self.active and not has_patches, linear))
                 placed[-1].put_in()
         undo = functools.partial(_take_out, placed)
         super().__init__(f"GGUF linear layers of {kind}", undo, sites=len(placed))

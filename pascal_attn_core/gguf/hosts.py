@@ -86,14 +86,16 @@ class Multiplier:
     """Stands in a module in place of its host's method that multiplies by the expanded weight.
 
     Attributes:
-        is_on: whether it multiplies; else the host does, as for weights and inputs that are not ours.
+        takes: whether it multiplies; else the host does, as for weights and inputs that are not ours. It is given
+            whether the weight has patches: ComfyUI-GGUF keeps those of a LoRA on it, and adds them to the whole
+            expanded matrix.
         multiply: gives the product of an input with the weight and the bias.
     """
 
-    __slots__ = ("_host", "is_on", "module", "multiply")
+    __slots__ = ("_host", "module", "multiply", "takes")
 
-    def __init__(self, module: nn.Module, host: Host, is_on: Callable[[], bool], multiply: Product):
-        self.module, self._host, self.is_on, self.multiply = module, host, is_on, multiply
+    def __init__(self, module: nn.Module, host: Host, takes: Callable[[bool], bool], multiply: Product):
+        self.module, self._host, self.takes, self.multiply = module, host, takes, multiply
 
     def put_in(self) -> None:
         """Take the place."""
@@ -108,14 +110,10 @@ class Multiplier:
 
     def __call__(self, x: Tensor) -> Tensor:
         module, host = self.module, self._host
-        if self.is_on() and self.takes() and format_of(module, host) in FORMATS and _is_ordinary(x):
+        takes = self.takes(bool(getattr(module.weight, "patches", None)))
+        if takes and format_of(module, host) in FORMATS and _is_ordinary(x):
             return self.multiply(x, *host.operands(module, x))
         return getattr(type(module), host.method)(module, x)
-
-    def takes(self) -> bool:
-        """Whether the weight is all that the input is multiplied by: ComfyUI-GGUF keeps the patches of a weight (LoRA)
-        on it, and adds them to the whole expanded matrix."""
-        return not getattr(self.module.weight, "patches", None)
 
     def __reduce__(self) -> Any:
         """Copied or pickled, it is the host's own method: a file must not depend on this package."""

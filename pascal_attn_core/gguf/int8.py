@@ -131,10 +131,6 @@ def product(x: Tensor, weight: GgufMatrix, bias: Tensor | None, way: str = "auto
 
 def way_for(x: Tensor, weight: GgufMatrix) -> Way:
     """The way that an input like ``x`` ``[..., K]`` takes."""
-    return runtime_of(x.device).part(GgufWays).chosen(call_of(x, weight))
-
-
-def call_of(x: Tensor, weight: GgufMatrix) -> GgufCall:
-    """A call with an input like ``x`` ``[..., K]``."""
     flat = x.reshape(-1, x.shape[-1])
-    return GgufCall(flat, weight, None, flat.new_empty(flat.shape[0], weight.shape[0]))
+    call = GgufCall(flat, weight, None, flat.new_empty(flat.shape[0], weight.shape[0]))
+    return runtime_of(x.device).part(GgufWays).chosen(call)

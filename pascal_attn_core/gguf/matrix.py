@@ -61,10 +61,10 @@ class GgufMatrix(NamedTuple):
         shape = some.stop - some.start, -1
         return Parts(scales.reshape(shape), codes.reshape(shape), None if minima is None else minima.reshape(shape))
 
-    def at(self, rows: Tensor) -> GgufMatrix:
-        """A matrix of these rows, given by their numbers, of one whose rows are whole blocks."""
-        data = self.data.view(self.shape[0], -1)[rows.to(self.data.device)]
-        return self._replace(data=data, shape=(len(rows), self.shape[1]))
+    def at(self, rows: Tensor | slice) -> GgufMatrix:
+        """A matrix of these rows of one whose rows are whole blocks."""
+        data = self.data.view(self.shape[0], -1)[rows]
+        return self._replace(data=data, shape=(len(data), self.shape[1]))
 
     def gradient_of_input(self, grad: Tensor) -> Tensor:
         """``grad W`` ``[..., K]`` for ``grad`` ``[..., N]``, W expanded again."""

@@ -18,9 +18,8 @@ from typing import Any
 from ..reference.int8_rows import Int8Matrix, quantize_rows, rotate
 from .attention import AttentionBinding
 from .backends import ACTIVATIONS
-from .binding import Int8Binding
+from .binding import Int8Binding, Int8Patch, patched
 from .float16 import patch_linear_float16
-from .patch import Int8Patch, patched
 from .product import int8_linear
 from .report import Int8Report, Int8ReportLine
 from .weight import Int8Weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,43 +14,38 @@ from torch import Tensor, nn
 from ..attention import sdpa
 from ..call import PLAIN, Arguments, check_call, prepared
 from ..config import AttentionConfig, UnsupportedAttention
-from ..contest.timing_table import median_times
 from ..machine.out_of_memory import out_of_memory
-from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..patching.patch import ON, REFUSED, WAITING
-from ..patching.selectors import matches, selectors
+from ..patching.selectors import Found, matches, selectors
 from ..routes import choose
 from ..routes.fused import takes_device, why_untried
 from ..routes.run import run
-from .judged import Int8Options, Judged, Layers, has_numbers, limit_of
+from .binding import Binding
+from .judged import ForwardLayer, LayerForward, has_numbers
 from .measure import Errors, chosen_rows, errors_of, parts_of
-from .report import Int8Report, Int8ReportLine
+from .report import Int8ReportLine
 
 _IN_8_BITS = AttentionConfig(route="fused-int8")
 
 
-class CaughtForward(ReplacedForward):
+class CaughtForward(LayerForward):
     """A module's ``forward`` during which calls of torch's ``scaled_dot_product_attention`` in the same thread come to
     a site."""
 
-    __slots__ = ("site",)
-
-    def __init__(self, site: AttentionSite, module: nn.Module, inner: Callable[..., Any] | None):
-        super().__init__(module, inner)
-        self.site = site
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.follow_class()
-        if not self.site.options.enabled or torch.compiler.is_compiling():
+        if self.layer is None or torch.compiler.is_compiling():
             return self.whole(*args, **kwargs)
-        with SdpaMode(self.site.catch):
+        with SdpaMode(self.layer.catch):
             return self.whole(*args, **kwargs)
 
 
-def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[tuple[str, nn.Module]]:
-    """(qualified name, module) of the attention layers of ``model``: the innermost modules whose class has "attention"
-    in its name; or those that ``include`` selects."""
+def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
+    """The attention layers of ``model``: the innermost modules whose class has "attention" in its name; or those that
+    ``include`` selects."""
     chosen, dropped = selectors("include", include), selectors("exclude", exclude)
 
     def is_one(module: nn.Module) -> bool:
@@ -61,10 +56,10 @@ def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -
         is_innermost = is_one(module) and not any(is_one(part) for part in module.modules() if part is not module)
         is_chosen = is_innermost if include is None else matches(chosen, name, module)
         if is_chosen and not matches(dropped, name, module):
-            yield name, module
+            yield Found(name, module)
 
 
-class AttentionSite(Judged):
+class AttentionSite(ForwardLayer):
     """The state of one attention layer, and its calls: those that 8 bits do not take, and those of a layer in float,
     are computed exactly.
 
@@ -73,6 +68,7 @@ class AttentionSite(Judged):
     """
 
     way = ""
+    forward = CaughtForward
 
     def catch(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """One call of torch's function."""
@@ -116,7 +112,7 @@ class AttentionSite(Judged):
             shapes = tuple((t.shape, t.dtype, t.device) for t in given if isinstance(t, Tensor))
             self.time(shapes, [lambda: sdpa(**given.keywords()), lambda: in_8_bits(given)], query.device)
 
-    def line(self, name: str | None = None) -> Int8ReportLine:
+    def line(self, name: str = "") -> Int8ReportLine:
         line = super().line(name)
         return line._replace(
             state=REFUSED if self.state == WAITING and self.why else line.state,  # no call so far can be in 8 bits
@@ -167,29 +163,13 @@ def attention_error(given: Arguments, rounded: Tensor, seed: int, most: int) -> 
     return found._replace(worst_row=worst.item())
 
 
-class AttentionBinding(Layers[AttentionSite]):
-    """Attention layers of models in 8 bits; what a binding does is said in :class:`.binding.Int8Binding`."""
+class AttentionBinding(Binding[AttentionSite]):
+    """Attention layers in 8 bits. Options are those of :func:`..patch_attention_int8`."""
 
     what = "attention layers"
 
     def __init__(self, *, max_error: float = 0.02, include: Any = None, exclude: Any = None):
-        super().__init__(Int8Options(limit_of(max_error), "", median_times, only_faster=True))
-        self._include, self._exclude = include, exclude
-        self._caught: list[CaughtForward] = []
+        super().__init__(lambda model: find_attention(model, include, exclude), max_error)
 
-    def attach(self, model: nn.Module) -> int:
-        """Let the attention layers of ``model`` run in 8 bits. Returns their number."""
-        found = list(find_attention(model, self._include, self._exclude))
-        for name, module in found:
-            site = self._layers[module] = AttentionSite(name or "(the model)", type(module).__name__, self.options)
-            self._caught.append(put_in(module, functools.partial(CaughtForward, site)))
-        return len(found)
-
-    def detach(self, model: nn.Module) -> list[str]:
-        """Undo :meth:`attach`. Returns what could not be."""
-        caught, self._caught = self._caught, []
-        return [sentence for forward in caught for sentence in take_out(forward)]
-
-    def report(self, model: nn.Module) -> Int8Report:
-        """The state of each layer."""
-        return self.report_of([site.line() for site in self.layers_of(model)])
+    def make(self, name: str, module: nn.Module) -> AttentionSite:
+        return AttentionSite(name, type(module).__name__, self.options)

@@ -17,7 +17,6 @@ from ..gguf.int8 import why_not as why_not_gguf
 from ..patching.patch import OFF, UNABLE
 from ..patching.selectors import Found, matches, selectors
 from . import stored
-from .report import Int8ReportLine
 
 # These set the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
 _SENSITIVE = re.compile(
@@ -28,13 +27,6 @@ _SENSITIVE = re.compile(
 )
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 _LEAST_NUMBERS = 64 * 64
-
-
-def line_of(found: Found) -> Int8ReportLine:
-    """The line in the report of a layer that does not run in 8 bits."""
-    weight = found.module._parameters.get("weight")
-    shape = () if weight is None else tuple(weight.shape)
-    return Int8ReportLine(found.name, type(found.module).__name__, shape, found.state, found.why)
 
 
 def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:

@@ -15,22 +15,17 @@ from __future__ import annotations
 import functools
 import math
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..contest.timing_table import median_times
-from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.patch import ON, REFUSED
-from ..patching.selectors import Found
-from .find import find_linear, line_of, shape_of
-from .judged import Int8Options, Judged, Layers, has_numbers, limit_of
+from .binding import Binding, Int8Patch, patched
+from .find import find_linear, shape_of
+from .judged import ForwardLayer, Int8Options, LayerForward, has_numbers
 from .measure import Errors, errors_of, row_squares, sample_of
-from .patch import Int8Patch, patched
-from .report import Int8Report
 from .stored import Seen
 
 _NORM = 64.0
@@ -61,50 +56,37 @@ def patch_linear_float16(
     return patched(model, binding, None, include=include, exclude=exclude)
 
 
-class Float16Binding(Layers["Float16Layer"]):
-    """Linear layers in float16, put in and taken out as often as their host wants; what was found of a layer is kept.
-    Options are those of :func:`patch_linear_float16`."""
+class Float16Forward(LayerForward):
+    """The forward of one linear layer, whose layer decides whether a call runs in float16."""
 
-    precision = "float16"
+    __slots__ = ()
 
-    def __init__(self, *, include: Any = None, exclude: Any = None, max_error: float = 0.002):
-        super().__init__(Int8Options(limit_of(max_error), "", median_times, only_faster=True))
-        self._include, self._exclude = include, exclude
-        self._forwards: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Float16Forward]] = weakref.WeakKeyDictionary()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.follow_class()
+        layer, x = self.layer, args[0] if len(args) == 1 and not kwargs else None
+        if layer is None or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
+            return self.whole(*args, **kwargs)
+        if torch.compiler.is_compiling() or not has_numbers(x) or any(map(layer.is_trained, self.module.parameters())):
+            return self.whole(x)
+        if (torch.is_grad_enabled() and x.requires_grad) or not layer.takes(self, x):
+            return self.whole(x)
+        return self.in_float16(x)
 
-    def attach(self, model: nn.Module) -> int:
-        """Let the linear layers of ``model`` be tried. Returns their number."""
-        self.detach(model)
-        chosen = [found for found in find_linear(model, self._include, self._exclude) if not found.state]
-        for found in chosen:
-            layer = self._known(found)
-            self._layers[found.module] = layer
-            self._forwards[found.module] = weakref.ref(put_in(found.module, functools.partial(Float16Forward, layer)))
-        return len(chosen)
-
-    def detach(self, model: nn.Module) -> list[str]:
-        """Undo :meth:`attach`; returns what could not be undone."""
-        left = []
-        for module in model.modules():
-            reference = self._forwards.pop(module, None)
-            forward = None if reference is None else reference()
-            if forward is not None:
-                forward.layer = None
-                left += take_out(forward)
-        return left
-
-    def report(self, model: nn.Module) -> Int8Report:
-        """The state of each linear layer of ``model``."""
-        found = find_linear(model, self._include, self._exclude)
-        return self.report_of([line_of(each) if each.state else self._known(each).line() for each in found])
-
-    def _known(self, found: Found) -> Float16Layer:
-        layer = self._layers.get(found.module)
-        return layer or Float16Layer(found.name or "(the model)", found.module, self.options)
+    def in_float16(self, x: Tensor) -> Tensor:
+        """A call in float16. A bias of the module is added after it, in float32: beside a large one, float16 would
+        leave little of the product."""
+        module, bias = self.module, self.module._parameters.get("bias")
+        if bias is None or self.inner is not None:
+            return in_float16(self.whole, x)
+        twin = object.__new__(type(module))
+        vars(twin).update(vars(module), _parameters={**module._parameters, "bias": None})
+        return in_float16(types.MethodType(type(module).forward, twin), x).add_(bias.to(x.device, x.dtype))
 
 
-class Float16Layer(Judged):
+class Float16Layer(ForwardLayer):
     """The state of one layer."""
+
+    forward = Float16Forward
 
     def __init__(self, name: str, module: nn.Module, options: Int8Options):
         super().__init__(name, type(module).__name__, options)
@@ -129,35 +111,16 @@ class Float16Layer(Judged):
         self.time((x.shape, self.shape, x.device), attempts, x.device)
 
 
-class Float16Forward(ReplacedForward):
-    """The forward of one linear layer, which decides whether a call runs in float16; ``layer`` None = none does."""
+class Float16Binding(Binding[Float16Layer]):
+    """Linear layers in float16. Options are those of :func:`patch_linear_float16`."""
 
-    __slots__ = ("layer",)
+    precision = "float16"
 
-    def __init__(self, layer: Float16Layer | None, module: nn.Module, inner: Callable[..., Any] | None):
-        super().__init__(module, inner)
-        self.layer = layer
+    def __init__(self, *, include: Any = None, exclude: Any = None, max_error: float = 0.002):
+        super().__init__(lambda model: find_linear(model, include, exclude), max_error)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.follow_class()
-        layer, x = self.layer, args[0] if len(args) == 1 and not kwargs else None
-        if layer is None or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
-            return self.whole(*args, **kwargs)
-        if torch.compiler.is_compiling() or not has_numbers(x) or any(map(layer.is_trained, self.module.parameters())):
-            return self.whole(x)
-        if (torch.is_grad_enabled() and x.requires_grad) or not layer.takes(self, x):
-            return self.whole(x)
-        return self.in_float16(x)
-
-    def in_float16(self, x: Tensor) -> Tensor:
-        """A call in float16. A bias of the module is added after it, in float32: beside a large one, float16 would
-        leave little of the product."""
-        module, bias = self.module, self.module._parameters.get("bias")
-        if bias is None or self.inner is not None:
-            return in_float16(self.whole, x)
-        twin = object.__new__(type(module))
-        vars(twin).update(vars(module), _parameters={**module._parameters, "bias": None})
-        return in_float16(types.MethodType(type(module).forward, twin), x).add_(bias.to(x.device, x.dtype))
+    def make(self, name: str, module: nn.Module) -> Float16Layer:
+        return Float16Layer(name, module, self.options)
 
 
 def in_float16(layer: Callable[..., Tensor], x: Tensor) -> Tensor:

@@ -20,10 +20,8 @@ from .exchange import Source
 from .find import shape_of
 from .judged import Int8Options, Judged, has_numbers
 from .layer import Int8Layer
-from .measure import FEW_OUTPUTS, FEW_ROWS, Errors, Sample, error_of, sample_of
+from .measure import Errors, Sample, error_of, outputs_of, sample_of
 from .report import Int8ReportLine
-
-_EXPANDED = "the expanded weight is faster, or all that this device has"
 
 
 class GgufLayer(Int8Layer):
@@ -46,16 +44,17 @@ class GgufLayer(Int8Layer):
         return self._is_attached and self._multiplier is None
 
     @property
-    def _multiplier(self) -> GgufMultiplier | None:
+    def _multiplier(self) -> Multiplier | None:
         """The multiplier of a module, if it is of this layer."""
         found = vars(self.module).get(self.host.method) if self.module is not None else None
-        return found if isinstance(found, GgufMultiplier) and found.layer is self else None
+        return found if isinstance(found, Multiplier) and found.multiply == self.multiply else None
 
-    def attach(self, source: Source) -> None:
-        module = self.module
-        assert module is not None
+    def _takes(self, has_patches: bool) -> bool:
+        return self.options.enabled and self._is_attached and (self.source.lora is not None or not has_patches)
+
+    def attach(self, module: nn.Module, source: Source) -> None:
         self.source, self._is_attached = source, True
-        GgufMultiplier(module, self).put_in()
+        Multiplier(module, self.host, self._takes, self.multiply).put_in()
 
     def detach(self) -> str:
         multiplier, was_replaced, self._is_attached = self._multiplier, self.was_replaced, False
@@ -66,15 +65,15 @@ class GgufLayer(Int8Layer):
 
     def multiply(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
         """The product of an input with the weight: in 8 bits, or with the expanded weight."""
-        if self.state != REFUSED and self._is_attached and has_numbers(x) and not in_backward():
+        is_real = has_numbers(x)
+        if self.state != REFUSED and is_real and not in_backward():
             parameter = self._parameter
             if parameter is not None and self._seen.changes(parameter):
                 self.is_another()
             if self.state != WAITING or self._meets(x, weight):
                 measure = functools.partial(self._error, x, weight)
                 self.look((x,), measure, functools.partial(self._time_ways, x, weight, bias))
-        is_in_8_bits = self.state == ON and self._is_attached and has_numbers(x)
-        out, lora = linear(x, weight, bias, *[product] * is_in_8_bits), self.source.lora_on(x.device)
+        out, lora = linear(x, weight, bias, *[product] * (is_real and self.is_on)), self.source.lora_on(x.device)
         return out if lora is None else out + lora(x)
 
     def _meets(self, x: Tensor, weight: GgufMatrix) -> bool:
@@ -84,24 +83,18 @@ class GgufLayer(Int8Layer):
         if reason := why_not(weight.format, weight.shape[1]):
             self.refuse(reason)
         elif self.backend.name == "float":
-            self.why = _EXPANDED
+            self.why = "the expanded weight is faster, or all that this device has"
         return self.state == WAITING and self.backend.name != "float"
 
-    def line(self, name: str | None = None) -> Int8ReportLine:
+    def line(self, name: str = "") -> Int8ReportLine:
         line = super().line(name)
-        return line._replace(state=REFUSED) if line.why == _EXPANDED else line
+        return line._replace(state=REFUSED) if self.backend.name == "float" else line
 
     def _error(self, x: Tensor, weight: GgufMatrix, rows: int) -> Errors:
         """The errors of a call on these rows; on few of them, of few outputs too."""
         seed, way = self.watch.calls, way_for(x, weight).name
         with torch.autocast(x.device.type, enabled=False):
-            if rows == FEW_ROWS:
-                some = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
-                weight = weight.at(some)
-            found = gguf_error(sample_of(x, rows, seed), weight, way)
-        if self.state == WAITING:
-            self._note({0: found})
-        return found
+            return gguf_error(sample_of(x, rows, seed), weight.at(outputs_of(weight.shape[0], rows, seed)), way)
 
     def _time_ways(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
         ways = [functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name)]
@@ -112,24 +105,11 @@ class GgufLayer(Int8Layer):
         """Nothing is put in: the weight stays where it is."""
 
     def is_another(self) -> None:
-        self._errors.clear()
-        Judged.is_another(self)
+        super().is_another()
+        self.state = WAITING  # another format may have another way, or none
 
     def go_back(self) -> None:
         Judged.go_back(self)
-
-
-class GgufMultiplier(Multiplier):
-    """The multiplier of a layer."""
-
-    __slots__ = ("layer",)
-
-    def __init__(self, module: nn.Module, layer: GgufLayer):
-        super().__init__(module, layer.host, lambda: layer.options.enabled, layer.multiply)
-        self.layer = layer
-
-    def takes(self) -> bool:
-        return self.layer.source.lora is not None or super().takes()
 
 
 def gguf_error(sample: Sample, weight: GgufMatrix, way: str) -> Errors:

@@ -7,6 +7,7 @@ on -> measured again when :mod:`.watch` says so, or when its weight is another o
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -14,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..contest.timing_table import Clock
 from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import inputs_are_made_up
+from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.patch import ON, REFUSED, WAITING
 from .backends import FLOATS
+from .exchange import Source
 from .measure import FEW_ROWS, RARE, SAMPLE_ROWS, Errors, Times
-from .report import Int8Report, Int8ReportLine
+from .report import Int8ReportLine
 from .watch import ErrorWatch
 
 log = logging.getLogger("pascal_attn")
 _MOST_FAILURES = 3  # for lack of memory
+_UNKNOWN = Errors(math.inf, math.inf, math.inf)
 
 
 @dataclass(eq=False)
@@ -75,6 +79,7 @@ class Judged:
         watch: its calls in this run, and the errors found in them.
         times: of the call that it was decided with; None = not timed.
         shape: of its weight, () for attention.
+        is_offloaded: whether its float weight is not on the device that it computes on, as far as that is known.
     """
 
     shape: tuple[int, ...] = ()
@@ -86,9 +91,16 @@ class Judged:
         self.went_back, self._failures = False, 0
 
     @property
-    def errors(self) -> Errors | None:
-        """The largest errors of this run; None = nothing was measured."""
-        return self.watch.largest
+    def is_offloaded(self) -> bool:
+        return False
+
+    def attach(self, module: nn.Module, source: Source) -> None:
+        """Wait for inputs of a module, or go on with what was decided; ``source``: of its weight."""
+        raise NotImplementedError
+
+    def detach(self) -> str:
+        """Put the module back as it was; returns what could not be, "" = nothing."""
+        raise NotImplementedError
 
     def look(
         self, inputs: Sequence[Tensor], measure: Callable[[int], Errors], time: Callable[[], None], keys: int = 0
@@ -135,14 +147,12 @@ class Judged:
     def _excess(self, found: Errors, call: int = 0) -> str:
         limit, is_whole = self.options.max_error, not found.error <= self.options.max_error
         what, error = ("its error", found.error) if is_whole else (f"its error in one row of {RARE}", found.rows)
-        if call:
-            return f"{what} was {error:.2%} in call {call}, above {limit:.2%}"
-        return f"{what} {error:.2%} is above {limit:.2%}"
+        return f"{what} {error:.2%}{f' in call {call}' if call else ''} is above {limit:.2%}"
 
     def decide(self) -> None:
         """Decide by the largest error that was measured, and by the times; without an error, the layer waits on."""
         with self.options.lock:
-            errors, times = self.errors, self.times
+            errors, times = self.watch.largest, self.times
             if errors is None or self.state != WAITING:
                 return
             if not self._admits(errors):
@@ -180,10 +190,8 @@ class Judged:
             self.refuse(self.why)
 
     def is_another(self) -> None:
-        """Judge the layer anew: its weight is another one from now on."""
+        """Its weight is another one from now on, which the next call is judged with."""
         self.watch.forget()
-        if self.state == ON:
-            self.state = WAITING
 
     def is_trained(self, weight: Tensor | None) -> bool:
         """Whether a call is one of training, which is computed as without the patch; a warning says so once."""
@@ -205,64 +213,55 @@ class Judged:
             self.options.times[key] = Times(*self.options.clock([*attempts], device))
         self.times = self.options.times[key]
 
-    def line(self, name: str | None = None) -> Int8ReportLine:
+    def line(self, name: str = "") -> Int8ReportLine:
         """The line of this layer in the report; ``name`` instead of its own."""
-        state, why = self.state, self.why
+        state, why, latest = self.state, self.why, self.watch.latest
         if state == ON and not self.options.enabled:
             state, why = REFUSED, "the patch was removed"
+        error, _, worst_row = self.watch.largest or (None, None, None)
+        float_ms, int8_ms = self.times or (None, None)
         return Int8ReportLine(
-            name=self.name if name is None else name,
+            name=name or self.name,
             kind=self.kind,
             shape=self.shape,
             state=state,
             why=why or ("not called yet" if state == WAITING else ""),
-            error=None if self.errors is None else self.errors.error,
-            float_ms=None if self.times is None else self.times.before,
-            int8_ms=None if self.times is None else self.times.after,
+            error=error,
+            float_ms=float_ms,
+            int8_ms=int8_ms,
             calls=self.watch.calls,
-            latest=None if self.watch.latest is None else self.watch.latest.error,
-            worst_row=None if self.errors is None else self.errors.worst_row,
+            latest=None if latest is None else latest.error,
+            worst_row=worst_row,
             went_back=self.went_back,
         )
 
 
-_UNKNOWN = Errors(math.inf, math.inf, math.inf)
-Layer = TypeVar("Layer", bound=Judged)
+class LayerForward(ReplacedForward):
+    """The forward of a module whose calls are a layer's business; ``layer`` None = they no longer are."""
+
+    __slots__ = ("layer",)
+    layer: Any
+
+    def __init__(self, layer: Any, module: nn.Module, inner: Callable[..., Any] | None):
+        super().__init__(module, inner)
+        self.layer = layer
 
 
-class Layers(Generic[Layer]):
-    """The layers that one patch has in models: it holds their options and their states, and keeps no model alive."""
+class ForwardLayer(Judged):
+    """A layer that is put in as the forward of its module."""
 
-    what, precision = "linear layers", "int8"
+    forward: type[LayerForward]
+    _put_in: weakref.ref[LayerForward] | None = None
 
-    def __init__(self, options: Int8Options):
-        self.options = options
-        self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
+    def attach(self, module: nn.Module, source: Source) -> None:
+        self._put_in = weakref.ref(put_in(module, functools.partial(self.forward, self)))
 
-    def attach(self, model: nn.Module) -> int:
-        """Let the layers of ``model`` be tried. Returns their number."""
-        raise NotImplementedError
-
-    def detach(self, model: nn.Module) -> list[str]:
-        """Undo :meth:`attach`. Returns what could not be."""
-        raise NotImplementedError
-
-    def report(self, model: nn.Module) -> Int8Report:
-        """The state of each layer."""
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        """A run begins: calls and checks are counted from here on."""
-        for layer in list(self._layers.values()):
-            layer.watch.restart()
-
-    def layers_of(self, model: nn.Module) -> list[Layer]:
-        """The layers of ``model`` that were ever attached."""
-        return [self._layers[module] for module in model.modules() if module in self._layers]
-
-    def report_of(self, lines: list[Int8ReportLine]) -> Int8Report:
-        """The report with these lines."""
-        return Int8Report(lines, self.options.max_error, self.options.weights, self.what, self.precision)
+    def detach(self) -> str:
+        forward, self._put_in = None if self._put_in is None else self._put_in(), None
+        if forward is None:
+            return ""
+        forward.layer = None
+        return "; ".join(take_out(forward))
 
 
 def is_captured(x: Tensor) -> bool:

@@ -23,16 +23,7 @@ from . import stored
 from .backends import backend_for
 from .exchange import Exchange, FloatWeight, Source, ordinary_tensors
 from .judged import Int8Options, Judged, has_numbers, is_captured
-from .measure import (
-    FEW_OUTPUTS,
-    FEW_ROWS,
-    Errors,
-    Sample,
-    best_rotation,
-    errors_by_rotation,
-    relative_error,
-    sample_of,
-)
+from .measure import FEW_ROWS, Errors, Sample, best_rotation, errors_by_rotation, outputs_of, relative_error, sample_of
 from .product import int8_linear
 from .report import Int8ReportLine
 from .weight import InFloat, Int8Weight
@@ -85,12 +76,6 @@ class Int8Layer(Judged):
         return None if module is None else module._parameters.get("weight")
 
     @property
-    def errors(self) -> Errors | None:
-        """The largest errors of this run; before its first call, the largest that were measured."""
-        found, largest = self._errors.get(self.rotation), self.watch.largest
-        return found if found is not None and (largest is None or self.state == WAITING) else largest
-
-    @property
     def is_on(self) -> bool:
         """Whether the layer runs in 8 bits now."""
         return self.state == ON and self._exchange is not None
@@ -102,11 +87,10 @@ class Int8Layer(Judged):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether its float weight is not on the device that it computes on, as far as that is known."""
         weight = self._parameter
         return weight is not None and self.device is not None and weight.device.type != self.device.type
 
-    def line(self, name: str | None = None) -> Int8ReportLine:
+    def line(self, name: str = "") -> Int8ReportLine:
         line = super().line(name)
         if self.was_replaced or self.missed:
             line = line._replace(state=REFUSED, why=_REPLACED if self.was_replaced else self.missed)
@@ -124,10 +108,7 @@ class Int8Layer(Judged):
 
     # ---- in and out ----
 
-    def attach(self, source: Source) -> None:
-        """Wait for the first inputs; a layer that was decided for 8 bits before is only rounded again."""
-        module = self.module
-        assert module is not None
+    def attach(self, module: nn.Module, source: Source) -> None:
         self.source, self.missed = source, ""
         if self.state == WAITING:
             self._await(module)
@@ -141,8 +122,7 @@ class Int8Layer(Judged):
         module.register_forward_pre_hook(Hook(self, "on_first_input"), with_kwargs=True)
 
     def detach(self) -> str:
-        """Put the module back as it was. Returns what could not be, "" = nothing; a torch.OutOfMemoryError where the
-        float weight has to stay in host memory, and the host cannot work with that."""
+        """Raises torch.OutOfMemoryError where the float weight must stay in host memory, and its host cannot use it."""
         module, exchange, source = self.module, self._exchange, self.source
         was_replaced, weight = self.was_replaced, self.weight
         self._exchange, self.source = None, Source()  # they hold tensors of the host
@@ -248,6 +228,7 @@ class Int8Layer(Judged):
         with torch.autocast(x.device.type, enabled=False):
             self._note(errors_by_rotation(sample_of(x, rows, seed=0), stored.values(read().matrix)))
         self.rotation = best_rotation(self._errors, self.options.max_error)
+        self.watch.forget()  # the calls before are among these
         return self._errors[self.rotation]
 
     def _note(self, errors: dict[int, Errors]) -> None:
@@ -273,8 +254,6 @@ class Int8Layer(Judged):
         assert module is not None
         with ordinary_tensors():
             self._read_in(module)
-        self.watch.forget()
-        self.watch.saw(self._errors[self.rotation])
 
     def refuse(self, why: str) -> None:
         super().refuse(why)
@@ -301,6 +280,7 @@ class Int8Layer(Judged):
         module = self.module
         if module is None or self.weight is None or weight.original is None:
             return weight
+        self.is_another()
         self.go_back()
         self.state, self.why, self.went_back = WAITING, "its weight is being trained", False
         self._await(module)
@@ -310,11 +290,9 @@ class Int8Layer(Judged):
         """The errors of a call in 8 bits: on few rows of few outputs; on more rows, of all outputs, and if they are too
         large, with another rotation."""
         seed = self.watch.calls
-        outputs: slice | Tensor = slice(None)
-        if rows == FEW_ROWS:
-            outputs = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
         with torch.autocast(x.device.type, enabled=False):
-            sample, (exact, matrix) = sample_of(x, rows, seed), weight.rows(outputs, x.device)
+            sample = sample_of(x, rows, seed)
+            exact, matrix = weight.rows(outputs_of(weight.shape[0], rows, seed), x.device)
             found = relative_error(sample, exact, matrix)
             if weight.original is None:  # then only what rounding the input costs was seen
                 found = found.or_larger(self._errors.get(self.rotation))
@@ -341,7 +319,7 @@ class Int8Layer(Judged):
         return errors[rotation]
 
     def is_another(self) -> None:
-        self.watch.forget()
+        super().is_another()
         self._errors.clear()
 
     def go_back(self) -> None:

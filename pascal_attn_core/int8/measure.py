@@ -71,6 +71,13 @@ def sample_of(x: Tensor, most: int, seed: int) -> Sample:
     return Sample(flat[chosen], counts[:, None] * F.one_hot(part.to(counts.device), parts))
 
 
+def outputs_of(count: int, rows: int, seed: int) -> slice | Tensor:
+    """Which of a layer's outputs are looked at with a sample of so many rows: few with few rows, else all."""
+    if rows != FEW_ROWS:
+        return slice(None)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
+
+
 def parts_of(x: Tensor) -> int:
     """The number of equal parts of an input ``[..., K]`` that are judged one by one, since only one of them may have
     the outliers: the items of a batch of up to 16. Of a larger one, and of rows ``[M, K]``, halves, thirds or sixths:

@@ -81,6 +81,30 @@ class Int8Report(AnyReport):
         return len(self.lines) - self.count(OFF) - self.count(UNABLE)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether no layer is in 8 bits."""
+        return not self.of(ON)
+
+    @property
+    def left(self) -> str:
+        """``"12 left, 3 cannot be"``: layers that were not chosen, and that cannot run in 8 bits."""
+        counts = {"left": self.count(OFF), "cannot be": self.count(UNABLE)}
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why layers that are not in 8 bits are not, but for those that were not chosen."""
+        return sorted({line.why for line in self.lines if line.state not in (ON, OFF)})
+
+    @property
+    def times(self) -> tuple[int, float, float, float]:
+        """Of the layers in 8 bits that were timed: their number, the milliseconds of one call of each as it was and as
+        it is, and the seconds that all their calls gained."""
+        timed = [(line.float_ms, line.int8_ms, line.calls) for line in self.of(ON) if line.float_ms and line.int8_ms]
+        before, after = (sum(each[i] for each in timed) for i in (0, 1))
+        return len(timed), before, after, sum((was - now) * calls for was, now, calls in timed) / 1e3
+
+    @property
     def worst(self) -> Int8ReportLine | None:
         """The layer in 8 bits with the largest error; None = none has been measured."""
         measured = [line for line in self.of(ON) if line.error is not None]
@@ -99,12 +123,10 @@ class Int8Report(AnyReport):
         worst, median = self.worst, self.median_error
         if worst is not None and median is not None:
             text += f", not exact: relative error per layer {median:.2%} (median), at most {worst.error:.2%}"
-        timed = [(line.calls, line.float_ms, line.int8_ms) for line in on if line.float_ms and line.int8_ms]
-        if timed:
-            _, before, after = map(sum, zip(*timed))
-            seconds = sum(calls * (in_float - in_int8) for calls, in_float, in_int8 in timed) / 1e3
+        count, before, after, seconds = self.times
+        if count:
             text += f"; {abs(seconds):.2f} s {'more' if seconds < 0 else 'less'} than in float"
-            text += f" (one call of each of {len(timed)}: {before:.1f} -> {after:.1f} ms)"
+            text += f" (one call of each of {count}: {before:.1f} -> {after:.1f} ms)"
         linear = [line for line in on if line.shape]
         rounded = [(line.float_bytes, line.int8_bytes) for line in linear if not line.is_as_stored]
         if rounded and self.weights:

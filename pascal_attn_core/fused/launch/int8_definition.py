@@ -96,7 +96,9 @@ def shifts(call: AttentionCall, view: View, table_dim: int) -> tuple[Tensor, Ten
 
     The second is moved by up to half a step of 8 bits, so that the value of one key has no rounding error: the key with
     the highest score of the mean query. An attention sink has nearly all of the weight and often a small value; its own
-    rounding error, which is that of the mean, would be larger than the output."""
+    rounding error, which is that of the mean, would be larger than the output. Of two sinks that share the weight the
+    second keeps it. The kernels would need a flag for each key whose value is smaller than without the mean, and one
+    more sum in each row: the weight of the other keys, by which the mean is added."""
     live = _live_keys(call, view)
     if live is None:
         mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])

@@ -96,7 +96,7 @@ def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> N
     add_lora(model)
     model.requires_grad_(False)
     expected = call(model, torch.float32)
-    found = [module for _, module in find_attention(model)]
+    found = [found.module for found in find_attention(model)]
     for module in found[::2]:
         hooks.add_hook_to_module(module, hooks.ModelHook())
     with patch_attention_int8(model) as attention, patch_linear_int8(model) as linear:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from attn_support.oracle import error_of
 from torch import Tensor, nn
 
-from pascal_attn_core.int8.binding import Int8Binding, take_off
+from pascal_attn_core.int8.binding import Int8Binding
 from pascal_attn_core.int8.exchange import Exchange, FloatWeight, Source
 from pascal_attn_core.int8.weight import Int8Weight, LowRank, joined
 from pascal_attn_core.reference.int8_rows import quantize_rows
@@ -61,20 +61,6 @@ def test_attached_again_it_only_rounds() -> None:
         model[0].weight.mul_(-1)
         binding.attach(model)
     assert torch.equal(codes_of(model)[0], -codes[0])
-
-
-def test_what_any_binding_has_put_in_can_be_taken_off() -> None:
-    model, x = network(), inputs()
-    before, exact = state_of(model), model(x)
-    first, second = Int8Binding(), Int8Binding(exclude="2")
-    for binding, layers in ((first, 2), (second, 1), (first, 2)):
-        take_off(model)
-        assert_same(model, before)
-        binding.attach(model)
-        model(x)
-        assert len(codes_of(model)) == layers
-    take_off(model)
-    assert torch.equal(model(x), exact)
 
 
 def test_copies_of_a_model_have_layers_of_their_own_and_none_is_kept_alive() -> None:

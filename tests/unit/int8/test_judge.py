@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from pascal_attn_core import patch_attention_int8, patch_linear_float16, patch_linear_int8
 from pascal_attn_core.int8 import Int8Patch, attention, layer
-from pascal_attn_core.int8.measure import errors_of, row_squares
+from pascal_attn_core.int8.attention import AttentionSite
+from pascal_attn_core.int8.judged import Judged
+from pascal_attn_core.int8.measure import Times, errors_of, row_squares
 
 WIDTH = 512
 Q4, Q8 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
@@ -48,8 +50,7 @@ def model_of(kind: str, width: int = WIDTH) -> nn.Sequential:
 
 @pytest.fixture(autouse=True)
 def everything_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("binding", "float16", "attention"):
-        monkeypatch.setattr(f"pascal_attn_core.int8.{module}.median_times", lambda attempts, device: [2.0, 1.0])
+    monkeypatch.setattr("pascal_attn_core.int8.binding.median_times", lambda attempts, device: [2.0, 1.0])
     monkeypatch.setattr("pascal_attn_core.int8.gguf_layer.way_for", lambda x, weight: layer.Way("int_mm", ""))
     monkeypatch.setattr("pascal_attn_core.int8.gguf_layer.product.__defaults__", ("int_mm",))
 
@@ -102,14 +103,15 @@ WRITES: dict[str, Callable[[nn.Module, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["int8", "float16"])
+@pytest.mark.parametrize("kind", ["int8", "gguf", "float16"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @torch.no_grad()
 def test_a_weight_that_is_written_is_judged_in_the_next_call(kind: str, write: Callable) -> None:
-    model, x = model_of(kind, 20), torch.randn(64, 20)  # whose rotation by 4 does not help
+    model, x = model_of(kind, 64), torch.randn(64, 64)
     patch = patched(kind, model)
     used(model, x)
-    write(model[0], torch.randn(20, 20))
+    other = torch.randn(64, 64)
+    write(model[0], in_gguf(other, Q4) if kind == "gguf" else other)
     assert checked_in(patch, lambda: model(x))
 
 
@@ -143,6 +145,61 @@ def test_another_file_in_a_gguf_layer_is_judged_anew_and_offloading_is_not_anoth
     model[0].weight = in_gguf(torch.randn(WIDTH, WIDTH), gguf.GGMLQuantizationType.BF16)
     model(x)
     assert patch.report().lines[0].state == "refused"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "part"),
+    [(kind, (1, 1101), (0, slice(900, 977))) for kind in KINDS]
+    + [(kind, (16, 48), (5, slice(20, 24))) for kind in KINDS[:3]],  # in 4 rows attention is not far off
+)
+@torch.no_grad()
+def test_a_part_with_outliers_makes_the_layer_exact_in_the_same_call(kind: str, shape: tuple, part: tuple) -> None:
+    """The limit is a third of the part's own error, and more than that of the whole call."""
+    model, x = model_of(kind), torch.randn(*shape, WIDTH)
+    spoiled = x.clone()
+    if kind == "attention":
+        spoiled[part] *= 300
+    else:
+        spoiled[(*part, ..., slice(None, None, 32))] = 1e8
+        weight = torch.randn(WIDTH, WIDTH) / 20
+        weight[:, ::32] = 0.0
+        model[0].weight = in_gguf(weight, Q8) if kind == "gguf" else nn.Parameter(weight, requires_grad=False)
+    right = model(spoiled)
+    with patched(kind, model, 1.0) as patch:
+        model(x)
+        model(spoiled)
+        wrong = (model(spoiled) - right)[part]
+    own = (wrong.norm() / right[part].norm()).item()
+    patch = patched(kind, model, own / 3)
+    model(x)
+    assert patch.report().lines[0].state == "on"
+    torch.testing.assert_close(model(spoiled), right)
+    (line,) = patch.report().lines
+    assert (line.state, line.went_back) == ("refused", True)
+    assert line.worst_row > own / 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("calibrates", [False, True])
+@torch.no_grad()
+def test_a_layer_that_is_no_faster_stays_exact(kind: str, calibrates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time(self: Judged, *_: object) -> None:
+        self.times = Times(1.0, 1.5)
+
+    monkeypatch.setattr(AttentionSite, "_time", time)
+    monkeypatch.setattr("pascal_attn_core.int8.binding.median_times", lambda attempts, device: [1.0, 1.5])
+    model, x = model_of(kind), torch.randn(1, 64, WIDTH)
+    right = model(x)
+    if kind == "attention":
+        patch = patch_attention_int8(model, calibrate=(lambda model: model(x)) if calibrates else None)
+    elif kind == "float16":
+        patch = patched(kind, model)
+    else:
+        calibrate = (lambda model: model(x)) if calibrates else None
+        patch = patch_linear_int8(model, include="*", max_error=0.5, only_faster=True, calibrate=calibrate)
+    torch.testing.assert_close(model(x), right)
+    (line,) = patch.report().lines
+    assert (line.state, line.why) == ("refused", "not faster: 1.50 ms, 1.00 ms as it was")
 
 
 @pytest.mark.parametrize("items", [2, 5, 7, 16])

@@ -100,7 +100,7 @@ def test_otherwise_it_goes_back_to_float_at_once_with_one_warning(weights: str, 
             out = model(x)
     (line,) = patch.report().lines
     assert line.error > 0.02
-    assert line.why.endswith("in call 2, above 2.00%")
+    assert line.why.endswith("in call 2 is above 2.00%")
     assert len(caplog.records) == 1
     if weights == "free":
         assert line.state == "on", "there is nothing to go back to"
@@ -161,14 +161,23 @@ def test_no_branch_of_a_step_is_left_out(branches: int) -> None:
             assert {count % branches for count in counts[start : start + some]} == set(range(branches)), (start, counts)
 
 
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_an_image_of_20_steps_is_checked_wherever_it_begins(branches: int) -> None:
+    counts = checked(ErrorWatch(), 2000)
+    for start in range(1, 1900):
+        seen = {count % branches for count in counts if start <= count < start + 20 * branches}
+        assert seen == set(range(branches)), start
+
+
 def test_late_steps_are_checked_too() -> None:
-    """One of the last five steps is checked in a run of 8 or more; in runs of 4 to 8 each step, once in five runs."""
+    """Of the last five steps of a run one is checked, and in five runs each of the first 18."""
     watch, seen = ErrorWatch(), set()
     for _ in range(5):
-        seen.update(checked(watch, 8))
-        assert checked(watch, 5)
+        counts = checked(watch, 18)
+        assert all(any(end - 5 < count <= end for count in counts) for end in range(8, 19))
+        seen.update(counts)
         watch.restart()
-    assert seen == set(range(1, 9))
+    assert seen == set(range(1, 19))
 
 
 def test_a_new_size_is_checked_in_the_next_calls_and_an_old_one_is_not() -> None:

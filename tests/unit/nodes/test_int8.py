@@ -82,9 +82,9 @@ def test_what_a_user_must_not_miss() -> None:
     fast = {"float_ms": 2.0, "int8_ms": 1.0}
     assert int8.warnings_of(report(fast)) == []
     back = {"name": "blocks.1.ff", "state": "refused", "went_back": True}
-    back["why"] = "its error was 9.00% in call 4, above 5.00%"
+    back["why"] = "its error 9.00% in call 4 is above 5.00%"
     measured = {"state": "refused", "why": "its error 7.00% is above 5.00%"}
-    sentence = "blocks.1.ff went back to float: its error was 9.00% in call 4, above 5.00%"
+    sentence = "blocks.1.ff went back to float: its error 9.00% in call 4 is above 5.00%"
     assert int8.warnings_of(report(fast, back, measured)) == [sentence]
     nothing, left = "no linear layer runs in int8: ", {"state": "off", "why": "outside the repeated blocks"}
     assert int8.warnings_of(report(measured, left)) == [f"{nothing}its error 7.00% is above 5.00%"]
@@ -136,6 +136,36 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
     assert len(runs.remembered()) == 2
     injection.eject(patcher)
     assert all(type(p) is nn.Parameter for p in patcher.model.parameters())
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+@torch.no_grad()
+def test_the_record_of_layers_in_float16_says_what_one_run_did(is_faster: bool, stub_host: StubHost) -> None:
+    node, runs, model = node_module("attention_patch"), node_module("engine.runs"), network()
+    patcher, x = Patcher.around(model), torch.randn(32, 64)
+    injection = node.Float16Layers(node.Float16Binding(), "ModuleDict", "float16 linear layers", "1")
+    injection.binding.options.clock = lambda attempts, device: [2.0, 1.0] if is_faster else [1.0, 2.0]
+    right = model["blocks"][0]["ff"](x)
+    injection.inject(patcher)
+    for calls in (1, 3):
+        injection.before_run(patcher)
+        for _ in range(calls):
+            found = model["blocks"][0]["ff"](x)
+        injection.after_run(patcher)
+        run = runs.remembered()[-1]
+        assert (run.part, run.finished, run.is_exact, torch.equal(found, right)) == (
+            "float16",
+            True,
+            *[not is_faster] * 2,
+        )
+        first, *lines = [*run.gains, *run.notes]
+        assert first.startswith(f"{int(is_faster)} of 22 linear layers in float16")
+        told = "on: 64 -> 64, error 0.0" if is_faster else "refused: not faster: 2.00 ms, 1.00 ms as it was"
+        assert [line for line in lines if line.startswith(f"blocks.0.ff (Linear): {told}")]
+        (line,) = [line for line in injection.binding.report(model).lines if line.name == "blocks.0.ff"]
+        assert line.calls == calls or not is_faster
+    injection.eject(patcher)
+    assert torch.equal(model["blocks"][0]["ff"](x), right)
 
 
 ATTENTION, OVERRIDE = node_module("patches.int8_attention"), node_module("patches.override")

@@ -12,8 +12,13 @@ OVERRIDE = "optimized_attention_override"
 OF_LINEAR = {"max_error": 0.05, "include": "", "exclude": "", "weights": "host", "int8_files": "auto"}
 
 
+def node(model, attention="always", limit=0.02, linear=True):
+    given = {"attention": attention, "attention_max_error": limit, "linear_layers": linear}
+    return NODES["Pascal8Bit"]().patch(model, "1", **given, **OF_LINEAR)
+
+
 def patched(model, attention="always", limit=0.02, linear=True):
-    return NODES["Pascal8Bit"]().patch(model, attention, limit, linear, "1", **OF_LINEAR)[0]
+    return node(model, attention, limit, linear)[0]
 
 
 def attention_patch(model):
@@ -32,7 +37,7 @@ def lines(model):
 @check
 def defaults_leave_attention_on_a_cpu_to_the_host_and_say_so():
     base, stock = wan()
-    model, text = NODES["Pascal8Bit"]().patch(base, "auto", 0.02, False, "1", **OF_LINEAR)
+    model, text = node(base, "auto", linear=False)
     assert "attention stays exact: on a CPU 8 bits are slow" in text, text
     run = run_of(lambda: torch.equal(sample(model), stock))
     assert "attention stays exact" in run.line(), run.line()

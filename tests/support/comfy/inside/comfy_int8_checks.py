@@ -13,7 +13,7 @@ NEAR = 0.05  # of the result's size: what a hundred layers that err by 1 % each 
 
 def node(model, max_error=0.05, include="", exclude="", weights="host", int8_files="auto"):
     given = {"max_error": max_error, "include": include, "exclude": exclude, "weights": weights}
-    return NODE().patch(model, "off", 0.02, True, "1", **given, int8_files=int8_files)
+    return NODE().patch(model, "1", attention="off", attention_max_error=0.02, **given, int8_files=int8_files)
 
 
 def patched(*args, **options):
