@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_ffn, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_ffn, patch_vae, sdpa
 from pascal_attn_core.diffusers.redirect import FUNCTIONAL, SdpaRedirect, this_thread
 from pascal_attn_core.patching import interception
 from pascal_attn_core.sdpa_patch import patch_sdpa
@@ -177,6 +177,32 @@ def in_slices(count: int = 4) -> Iterator[Case]:
     yield Case(f"feed-forward in {count} slices", run, lambda: [beside(part) for _ in range(count + 1)])
 
 
+class Decoder(nn.Module):
+    """The layers that a VAE repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
+        self.layers = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *layers, *copy.deepcopy(layers))
+        self.requires_grad_(False)
+
+    def decode(self, latent: Tensor) -> Tensor:
+        return self.layers(latent)
+
+
+def in_bands(rounds: int) -> Iterator[tuple[str, float]]:
+    """One band more of a layer of a VAE, the kernels for its few rows included."""
+    latent, runs, counts = torch.randn(1, 4, 64, 64), list[Run](), list[int]()
+    for budget_mib in (0.5, 0.05):
+        vae, done = Decoder(), list[float]()
+        patch_vae(vae, budget_mib=budget_mib, progress=done.append)
+        vae.decode(latent), done.clear(), vae.decode(latent)
+        runs.append(functools.partial(vae.decode, latent))
+        counts.append(len(done))
+    more = counts[1] - counts[0]
+    yield f"VAE, a band more (of {more})", cost(Case("", runs[1], runs[0]), rounds // 10) / more
+
+
 def in_comfyui() -> Iterator[Case]:
     """The override of a patched model, with ComfyUI's answers from the tests: calls that it leaves to the host, and
     calls that it takes."""
@@ -201,6 +227,7 @@ def in_comfyui() -> Iterator[Case]:
 def on_this_cpu(rounds: int) -> Iterator[tuple[str, float]]:
     """(name, microseconds) of each case."""
     yield from ((case.name, cost(case, rounds)) for case in itertools.chain(on_cpu(), in_slices(), in_comfyui()))
+    yield from in_bands(rounds)
 
 
 # ---- kernels on fake cards -------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Moments:
         self.batch, self.groups, self.count = batch, groups, 0
         self.mean: Any = 0.0
         self.squares: Any = 0.0
-        self._per_channel: list[Tensor] | None = None  # mean and variance, ``[N * C]``
+        self._per_channel: list[Any] = []  # weight, bias, mean and variance, ``[N * C]``
 
     @staticmethod
     def scratch(elements: int, dtype: torch.dtype) -> int:
@@ -182,12 +182,14 @@ class Moments:
         self.mean, self.squares, self.count = self.mean + delta * (count / total), squares, total
 
     def normalised(self, eps: float, piece: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """A range ``[N, C, ...]`` after the group norm, once all sums have been gathered."""
+        """A range ``[N, C, ...]`` after the group norm, once all sums have been gathered. ``weight`` and ``bias`` are
+        the same for all ranges."""
         channels, dtype = piece.shape[1], accumulate_dtype(piece.dtype)
-        if self._per_channel is None:
+        if not self._per_channel:
             both = (t.to(dtype).to(piece.device) for t in (self.mean, self.squares / self.count))
-            self._per_channel = [t.repeat_interleave(channels // self.groups, -1).flatten() for t in both]
-        mean, variance = self._per_channel
-        weight, bias = (None if t is None else t.to(dtype).repeat(self.batch) for t in (weight, bias))
+            moments = (t.repeat_interleave(channels // self.groups, -1).flatten() for t in both)
+            scales = (None if t is None else t.to(dtype).repeat(self.batch) for t in (weight, bias))
+            self._per_channel = [*scales, *moments]
+        scale, shift, mean, variance = self._per_channel
         folded = piece.reshape(1, -1, *piece.shape[2:])  # each channel of each sample has a mean of its own
-        return torch.batch_norm(folded, weight, bias, mean, variance, False, 0.0, eps, True).view(piece.shape)
+        return torch.batch_norm(folded, scale, shift, mean, variance, False, 0.0, eps, True).view(piece.shape)
