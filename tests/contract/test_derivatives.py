@@ -132,14 +132,6 @@ def test_no_derivative_stores_the_scores() -> None:
             assert measure(DERIVATIVES[name], attend, inputs, tangents).extra_bytes <= most * MIB, name
 
 
-def test_a_call_without_tangents_stays_with_torchs_kernel() -> None:
-    query = torch.randn(1, 2, 600, 16)
-    with forward_ad.dual_level():
-        assert explain(query, query, query).startswith("route torch")
-        dual = forward_ad.make_dual(query, query)
-        assert "no forward mode" in explain(dual, query, query)
-
-
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool mask", "grouped heads"])
 @pytest.mark.parametrize("tokens", [19, 600])
 def test_gradients_of_torchs_kernel_are_differentiated_in_tiles(tokens: int, kind: str) -> None:

@@ -1,6 +1,5 @@
 """FlexAttention in tiles: against the definition in float64, against torch's own function, and its memory."""
 
-import contextlib
 import copy
 import functools
 import io
@@ -18,9 +17,8 @@ import torch
 from attn_support.flex import applied, definition, scores_of
 from attn_support.randomness import some
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
+from pascal_attn_core import AttentionConfig, patch_flex_attention, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.call.flex_rules import WINDOW, BlockRule, ScoreRule, Window, block_rule, known_of
 from pascal_attn_core.flex import create_block_mask, flex_attention
@@ -240,30 +238,6 @@ def test_a_block_mask_ends_the_graph_that_is_compiled() -> None:
     torch.testing.assert_close(compiled(query), sdpa(query, key, value, blocks) * 2)
 
 
-@pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_without_data_there_are_shapes(kind: str) -> None:
-    mode = FakeTensorMode() if kind == "fake" else contextlib.nullcontext()
-    device = "meta" if kind == "meta" else "cpu"
-    with mode:
-        blocks = create_block_mask(MASKS["causal"], 2, HEADS, 9000, 9000, device=device)
-        query = torch.empty(2, HEADS, 9000, 16, device=device, requires_grad=True)
-        out, lse = flex_attention(query, query, query, SCORE_MODS["alibi"], blocks, return_lse=True)
-    assert (out.shape, lse.shape, out.requires_grad) == (query.shape, query.shape[:3], True)
-    assert blocks.kv_num_blocks.device.type == device
-
-
-def test_options_of_a_block_mask() -> None:
-    make = functools.partial(create_block_mask, MASKS["causal"], device="cpu")
-    with pytest.raises(TypeError, match="separate_full_block"):
-        make(None, None, 70, 70, separate_full_block=False)
-    with pytest.raises(ValueError, match="compute_dq_write_order must be False"):
-        make(None, None, 70, 70, compute_dq_write_order=True)
-    assert make(0, None, 70, 70).shape == (0, 1, 70, 70)
-    assert make(None, None, 70, 0).shape == (1, 1, 70, 0)
-    with torch.inference_mode():
-        assert not make(None, None, 70, 70).kv_num_blocks.is_inference()
-
-
 @pytest.mark.parametrize(("length", "keys"), [(0, 20), (20, 0)])
 def test_no_query_or_no_key(length: int, keys: int) -> None:
     query, key = torch.randn(1, 2, length, 16, requires_grad=True), torch.randn(1, 2, keys, 16)
@@ -341,22 +315,6 @@ def test_the_size_of_a_table_does_not_decide_the_tiles() -> None:
     assert found[0] == found[1]
 
 
-class Table:
-    def __init__(self, size: int):
-        self.values = torch.ones(size)
-
-    def score_mod(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (score[None] * self.values).sum()
-
-
-def test_bytes_are_remembered_for_a_method_and_what_it_reads() -> None:
-    few, many = (
-        measure(flex_attention, *inputs(tokens=400), Table(size).score_mod, config=SMALL_TILES).extra_bytes
-        for size in (1, 64)
-    )
-    assert max(few, many) <= 6 << 20
-
-
 def test_a_table_written_before_the_backward_pass_is_refused() -> None:
     table, given = torch.randn(HEADS), inputs(requires_grad=True)
     out = flex_attention(*given, lambda s, b, h, i, j: s * table[h])
@@ -376,12 +334,6 @@ def test_a_gradient_that_cannot_be_followed_is_refused() -> None:
         flex_attention(*inputs(), hidden)
     with pytest.raises(TypeError, match="score_mod must return a tensor, got tuple"):
         flex_attention(*inputs(), lambda *given: given)
-
-
-@pytest.mark.parametrize("route", ["torch", "math"])
-def test_other_routes_say_why_not(route: str) -> None:
-    with pytest.raises(UnsupportedAttention, match="score_mod"):
-        flex_attention(*inputs(), SCORE_MODS["alibi"], config=AttentionConfig(route=route))
 
 
 @pytest.mark.parametrize(("mask", "score_mod"), some(itertools.product(["none", "window", "of heads"], SCORE_MODS), 5))

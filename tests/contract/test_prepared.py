@@ -144,7 +144,7 @@ def _switched(flags: str) -> Iterator[None]:
 
 
 def _choice_of_a_card(*tensors: Any, **options: Any) -> int:
-    """What torch answers on a card on which every kernel takes every call (``select_sdp_backend`` of
+    """Say what torch answers on a card on which every kernel takes every call (``select_sdp_backend`` of
     ``sdp_utils.cpp``): the first that is allowed, in their order; cuDNN's is not deterministic."""
     has_cudnn = prepared._cudnn() and prepared._has_cudnn() and not prepared._deterministic()
     allowed = {1: prepared._flash(), 2: prepared._efficient(), 0: prepared._math(), 3: has_cudnn, 4: prepared._other()}
@@ -483,7 +483,7 @@ def test_gradients_of_the_third_call_are_those_of_the_definition(options: dict[s
 
 
 def test_tensors_that_hooks_have_moved_are_read_where_they_lie() -> None:
-    """What autograd has saved may come back with other strides, as from a CPU."""
+    """Tensors that autograd has saved may come back with other strides, as from a CPU."""
     config, moved = (
         AttentionConfig(route="fused"),
         torch.autograd.graph.saved_tensors_hooks(Tensor.contiguous, Tensor.clone),

@@ -54,14 +54,6 @@ def test_every_product_on_sizes_at_the_edges_of_its_tiles(product: str) -> None:
         _assert_bits(call)
 
 
-@pytest.mark.parametrize("rotation", [0, 16, 256])
-def test_the_definition_gives_the_same_bits_on_the_card_as_on_a_cpu(rotation: int) -> None:
-    x = torch.randn(300, 1280)
-    here, there = quantize_rows(x, rotation), quantize_rows(x.cuda(), rotation)
-    assert torch.equal(there.scales.cpu(), here.scales)
-    assert torch.equal(there.codes.cpu(), here.codes)
-
-
 def test_long_rows_and_nan() -> None:
     call = _call(40, 24, 20000, torch.float32)
     call.x[3, 19999], call.x[7, 0] = float("nan"), float("inf")

@@ -134,10 +134,6 @@ def test_tiles_come_in_bands_and_long_launches_in_pieces() -> None:
     assert same(given.out, expected_product(given, "pa_gguf_linear"))
 
 
-def test_no_rows_are_no_launch() -> None:
-    assert gguf_linear_launches(call("Q4_0", 0, 5, 64)) == []
-
-
 # ---- the check at first use must be able to fail ---------------------------------------------------------------------
 
 EACH = [name for name, mutant in MUTANTS.items() if mutant.file.endswith("gguf_linear.cu")]

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +18,8 @@ from pathlib import Path
 import fused as tool
 import pytest
 from attn_support.fused.executed import CodeOf, largest_error, limit, result
-from attn_support.nvidia.code import NVDISASM, WANTED, Instruction, MachineKernel, Operand
+from attn_support.nvidia.code import NVDISASM, WANTED, Instruction, MachineKernel, Operand, instruction
+from attn_support.nvidia.operations import operation_of
 from attn_support.randomness import at_night, some
 
 from pascal_attn_core.fused.code import prebuilt
@@ -212,3 +214,12 @@ def test_a_change_of_one_instruction_is_seen(number: int) -> None:
 
 def test_few_changes_are_not_seen() -> None:
     assert len(UNSEEN) <= 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["FOO R1, R2", "FADD.RN R1, R2, R3", "LDG.E.SOON R1, [R2]", "HMMA.16816.F32 R0, R2, R4, R6", ".word 0x1234"],
+)
+def test_what_is_not_known_is_an_error(line: str) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(line[-6:])):
+        operation_of(instruction(f"/*0010*/ {line} ;", 75))

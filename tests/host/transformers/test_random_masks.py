@@ -39,6 +39,14 @@ def mask_function(draw: random.Random, kind: str, window: int, tokens: int) -> A
     }[kind]()
 
 
+def drawn_padding(draw: random.Random, tokens: int) -> torch.Tensor | None:
+    if draw.random() >= 0.6:
+        return None
+    padding, size = torch.ones(BATCH, tokens, dtype=torch.bool), draw.randint(1, tokens)
+    padding[0, slice(0, size) if draw.random() < 0.7 else slice(-size, None)] = False
+    return padding
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", seeds(4))
 def test_outputs_and_gradients_are_those_of_the_mask_tensor(kind: str, seed: int) -> None:
@@ -49,11 +57,7 @@ def test_outputs_and_gradients_are_those_of_the_mask_tensor(kind: str, seed: int
     if kind == "packed":
         past, kv_offset, keys = 0, 0, tokens
     function, vmap = mask_function(draw, kind, window, tokens), kind == "custom"
-    padding = None
-    if draw.random() < 0.6:
-        padding = torch.ones(BATCH, past + tokens, dtype=torch.bool)
-        size = draw.randint(1, past + tokens)
-        padding[0, slice(0, size) if draw.random() < 0.7 else slice(-size, None)] = False
+    padding = drawn_padding(draw, past + tokens)
     causal = kind not in ("bidirectional", "both sides")
     where = (BATCH, tokens, keys, draw.choice([past, torch.tensor(past)]), kv_offset, function, padding)
     skip = {"allow_is_causal_skip": causal, "allow_is_bidirectional_skip": not causal}

@@ -152,7 +152,7 @@ class Result(NamedTuple):
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of the disassembler."""
+    """Return the time of this process and of the disassembler."""
     return sum(os.times()[:4])
 
 

@@ -63,6 +63,67 @@ class Forward:
     sink_probs: Bounded | None
 
 
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    precision: Precision,
+    rounded: bool,
+) -> tuple[Tensor, Tensor, Bounded]:
+    """cap(query @ key^T * scale) + bias, how far from it a score may lie, and the slope of the cap."""
+    unit = precision.unit
+    scores = query @ key.mT * scale
+    error = (query.abs() @ key.abs().mT) * (abs(scale) * precision.of_sum(query.shape[-1]))
+    slope = Bounded(torch.ones_like(scores), torch.zeros_like(scores))
+    if softcap is not None:
+        tanh, up, down = (torch.tanh((scores + by) / softcap) for by in (0.0, error, -error))
+        wander = torch.maximum(up - tanh, tanh - down) + 4 * unit * tanh.abs()
+        slope = Bounded(1 - tanh.square(), 2 * tanh.abs() * wander + wander.square() + 4 * unit)
+        scores, error = tanh * softcap, wander * softcap + 4 * unit * (tanh * softcap).abs()
+    if bias is None:
+        return scores, error, slope
+
+    def biased(shift: Tensor | float) -> Tensor:
+        total = scores + shift + bias
+        return total.to(precision.sums).double() if rounded else total
+
+    total, error = biased(0.0), error + 4 * unit * scores.abs()
+    if precision.sums == torch.float64:  # which has no wider type to be exact in
+        error = error + torch.minimum(unit * bias.abs(), 2 * scores.abs())
+    error = torch.maximum((biased(error) - total).abs(), (biased(-error) - total).abs()) + unit * scores.abs()
+    return total, error, slope
+
+
+def _log_error(score: Tensor, error: Tensor, largest: Tensor, unit: float) -> Tensor:
+    below = (score - largest).masked_fill(score == -math.inf, 0.0)
+    return (error + 4 * unit * (1 + below.abs())).clamp(max=_STEEP).masked_fill(score == -math.inf, 0.0)
+
+
+def _total(weights: Tensor, log_error: Tensor, sink: Bounded | None, empty: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of each row's weights, and how far its logarithm may lie from it."""
+    total = weights.sum(dim=-1, keepdim=True)
+    down, up = (torch.sum(weights * torch.exp(sign * log_error), dim=-1, keepdim=True) for sign in (-1, 1))
+    if sink is not None:
+        total = total + sink.value
+        down, up = down + sink.value * torch.exp(-sink.error), up + sink.value * torch.exp(sink.error)
+    total = total.masked_fill(empty, 1.0)
+    return total, torch.maximum(-(down / total).log(), (up / total).log()).masked_fill(empty, 0.0)
+
+
+def _lse(largest: Tensor, total: Tensor, apart: Tensor, empty: Tensor, unit: float) -> Bounded:
+    lse = (largest + total.log()).masked_fill(empty, -math.inf)[..., 0]
+    error = apart + 4 * unit * (1 + largest.abs() + total.log().abs())
+    return Bounded(lse, error[..., 0].masked_fill(empty[..., 0], 0.0))
+
+
+def _sink_probs(sink: Bounded, total: Tensor, apart: Tensor, lse: Tensor, empty: Tensor, unit: float) -> Bounded:
+    prob = (sink.value / total).masked_fill(empty, 0.0)
+    relative = sink.error + apart + 4 * unit * (1 + lse.nan_to_num(neginf=0.0)[..., None].abs())
+    return Bounded(prob, prob * torch.expm1(relative.clamp(max=_STEEP)))
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -84,25 +145,7 @@ def attend(
             finfo.min nothing of the score is left. Otherwise what all keys of a row share has been taken out before.
     """
     unit = precision.unit
-    scores = query @ key.mT * scale
-    error = (query.abs() @ key.abs().mT) * (abs(scale) * precision.of_sum(query.shape[-1]))
-    slope = Bounded(torch.ones_like(scores), torch.zeros_like(scores))
-    if softcap is not None:
-        tanh, up, down = (torch.tanh((scores + by) / softcap) for by in (0.0, error, -error))
-        wander = torch.maximum(up - tanh, tanh - down) + 4 * unit * tanh.abs()
-        slope = Bounded(1 - tanh.square(), 2 * tanh.abs() * wander + wander.square() + 4 * unit)
-        scores, error = tanh * softcap, wander * softcap + 4 * unit * (tanh * softcap).abs()
-    if bias is not None:
-
-        def biased(shift: Tensor | float) -> Tensor:
-            total = scores + shift + bias
-            return total.to(precision.sums).double() if rounded else total
-
-        total, error = biased(0.0), error + 4 * unit * scores.abs()
-        if precision.sums == torch.float64:  # which has no wider type to be exact in
-            error = error + torch.minimum(unit * bias.abs(), 2 * scores.abs())
-        error = torch.maximum((biased(error) - total).abs(), (biased(-error) - total).abs()) + unit * scores.abs()
-        scores = total
+    scores, error, slope = _scores(query, key, bias, scale, softcap, precision, rounded)
     scores = scores.masked_fill(~allowed, -math.inf)
     largest = torch.nn.functional.pad(scores, (0, 1), value=-math.inf).amax(dim=-1, keepdim=True)
     if sinks is not None:
@@ -111,39 +154,23 @@ def attend(
     empty = largest == -math.inf
     largest = largest.masked_fill(empty, 0.0)
 
-    def log_error_of(score: Tensor, error: Tensor) -> Tensor:
-        below = (score - largest).masked_fill(score == -math.inf, 0.0)
-        return (error + 4 * unit * (1 + below.abs())).clamp(max=_STEEP).masked_fill(score == -math.inf, 0.0)
-
-    weights, log_error = torch.exp(scores - largest), log_error_of(scores, error)
-    total = weights.sum(dim=-1, keepdim=True)
-    down, up = (torch.sum(weights * torch.exp(sign * log_error), dim=-1, keepdim=True) for sign in (-1, 1))
+    weights, log_error = torch.exp(scores - largest), _log_error(scores, error, largest, unit)
     sink_weight = None
     if sinks is not None:
-        sink_weight = torch.exp(sink - largest)
-        sink_error = log_error_of(sink, 4 * unit * sink.abs().nan_to_num(posinf=0.0))
-        total = total + sink_weight
-        down, up = down + sink_weight * torch.exp(-sink_error), up + sink_weight * torch.exp(sink_error)
-    total = total.masked_fill(empty, 1.0)
-    down, up = (-(down / total).log()).masked_fill(empty, 0.0), (up / total).log().masked_fill(empty, 0.0)
+        sink_error = _log_error(sink, 4 * unit * sink.abs().nan_to_num(posinf=0.0), largest, unit)
+        sink_weight = Bounded(torch.exp(sink - largest), sink_error)
+    total, apart = _total(weights, log_error, sink_weight, empty)
     probs = weights / total
     # A probability errs by its own score and by the sum, but does not pass one.
-    log_error = (log_error + torch.maximum(down, up) + precision.of_sum(scores.shape[-1])).clamp(max=_STEEP)
+    log_error = (log_error + apart + precision.of_sum(scores.shape[-1])).clamp(max=_STEEP)
     prob_error = torch.minimum(probs * torch.expm1(log_error), torch.maximum(1 - probs, probs))
     prob_error = _as_factor(prob_error, probs, precision)
     out = probs @ value
-    size = probs @ value.abs()
-    out_error = prob_error @ value.abs() + precision.of_sum(scores.shape[-1]) * size
-    lse = (largest + total.log()).masked_fill(empty, -math.inf)[..., 0]
-    lse_error = torch.maximum(down, up) + 4 * unit * (1 + largest.abs() + total.log().abs())
-    lse_error = (lse_error + precision.of_sum(scores.shape[-1]))[..., 0].masked_fill(empty[..., 0], 0.0)
-    sink_probs = None
-    if sink_weight is not None:
-        sink_prob = (sink_weight / total).masked_fill(empty, 0.0)
-        relative = sink_error + torch.maximum(down, up) + 4 * unit * (1 + lse.nan_to_num(neginf=0.0)[..., None].abs())
-        sink_probs = Bounded(sink_prob, sink_prob * torch.expm1(relative.clamp(max=_STEEP)))
+    out_error = prob_error @ value.abs() + precision.of_sum(scores.shape[-1]) * (probs @ value.abs())
+    lse = _lse(largest, total, apart + precision.of_sum(scores.shape[-1]), empty, unit)
+    sink_probs = None if sink_weight is None else _sink_probs(sink_weight, total, apart, lse.value, empty, unit)
     stored = Bounded(out, out_error + precision.stored(out))
-    return Forward(stored, Bounded(lse, lse_error), probs, log_error, slope, sink_probs)
+    return Forward(stored, lse, probs, log_error, slope, sink_probs)
 
 
 @dataclass
@@ -178,12 +205,7 @@ def gradients(
     unit, probs, (out, out_error) = precision.unit, forward.probs, forward.out
     either = torch.zeros_like(probs) if other is None else (probs - other.probs).abs()
     out_error = out_error + either @ value.abs()
-    # The probabilities are made again from lse, whose own last place counts.
-    lse_size = forward.lse.value.nan_to_num(neginf=0.0)[..., None].abs()
-    if has_bias:
-        lse_size = lse_size.clamp(max=precision.whole_lse)
-    log_error = (forward.log_error + 4 * unit * (1 + lse_size)).clamp(max=_STEEP)
-    prob_error = _as_factor(probs * torch.expm1(log_error), probs, precision) + either
+    prob_error = _as_factor(_error_made_again(forward, has_bias, precision), probs, precision) + either
     grad_probs = grad_out @ value.mT
     sizes = grad_out.abs() @ value.abs().mT
     delta = (grad_out * out).sum(-1, keepdim=True) - grad_lse[..., None]
@@ -198,17 +220,8 @@ def gradients(
     slope, slope_error = forward.slope
     error = error * (slope.abs() + slope_error) + scores.abs() * slope_error
     scores = scores * slope
-    factor = abs(scale)
-    of_keys, of_rows = precision.of_sum(key.shape[-2]), precision.of_sum(query.shape[-2])
-    sinks = None
-    if forward.sink_probs is not None:
-        sink, sink_error = forward.sink_probs
-        if other is not None and other.sink_probs is not None:
-            sink_error = sink_error + (sink - other.sink_probs.value).abs()
-        lead = tuple(range(sink.dim() - 3))
-        total = -(sink * delta).sum((*lead, -2, -1))
-        sink_size = sink_error * delta.abs() + (sink + sink_error) * delta_error + of_rows * sink * delta.abs()
-        sinks = Bounded(total, sink_size.sum((*lead, -2, -1)))
+    factor, of_keys, of_rows = abs(scale), precision.of_sum(key.shape[-2]), precision.of_sum(query.shape[-2])
+    sinks = _of_sinks(forward, other, Bounded(delta, delta_error), of_rows)
     return Gradients(
         Bounded(scores @ key * scale, factor * (error + of_keys * scores.abs()) @ key.abs()),
         Bounded(scores.mT @ query * scale, factor * (error + of_rows * scores.abs()).mT @ query.abs()),
@@ -216,6 +229,27 @@ def gradients(
         bias,
         sinks,
     )
+
+
+def _error_made_again(forward: Forward, has_bias: bool, precision: Precision) -> Tensor:
+    """Return the error of probabilities that are made again from lse, whose own last place counts."""
+    lse_size = forward.lse.value.nan_to_num(neginf=0.0)[..., None].abs()
+    if has_bias:
+        lse_size = lse_size.clamp(max=precision.whole_lse)
+    log_error = (forward.log_error + 4 * precision.unit * (1 + lse_size)).clamp(max=_STEEP)
+    return forward.probs * torch.expm1(log_error)
+
+
+def _of_sinks(forward: Forward, other: Forward | None, delta: Bounded, of_rows: float) -> Bounded | None:
+    if forward.sink_probs is None:
+        return None
+    sink, error = forward.sink_probs
+    if other is not None and other.sink_probs is not None:
+        error = error + (sink - other.sink_probs.value).abs()
+    lead = tuple(range(sink.dim() - 3))
+    total = -(sink * delta.value).sum((*lead, -2, -1))
+    size = error * delta.value.abs() + (sink + error) * delta.error + of_rows * sink * delta.value.abs()
+    return Bounded(total, size.sum((*lead, -2, -1)))
 
 
 def _as_factor(error: Tensor, value: Tensor, precision: Precision) -> Tensor:

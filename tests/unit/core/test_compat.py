@@ -19,14 +19,6 @@ def test_tiled_attention_returns_tokens_before_heads(tile_size: int | None) -> N
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_are_added_or_select(dtype: torch.dtype) -> None:
-    query, key, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
-    mask = (torch.rand(20, 30) < 0.7).to(dtype)
-    expected = reference_sdpa(query, key, value, mask, scale=0.5)[0].transpose(1, 2)
-    torch.testing.assert_close(tiled_attention(query, key, value, 0.5, mask), expected, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tile_size", ["auto", 16])
 def test_the_module_answers_in_the_form_of_its_query(packed: bool, tile_size: int | str) -> None:

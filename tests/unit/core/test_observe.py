@@ -95,17 +95,6 @@ def test_what_the_checkpoint_raises_ends_the_call_and_the_next_is_clean() -> Non
     assert torch.equal(sdpa(query, query, query, config=TILES), expected)
 
 
-def test_torch_called_head_by_head_has_blocks_too() -> None:
-    query, key = _qkv(256, heads=8), _qkv(256, heads=2)
-    mask = torch.rand(256, 256) < 0.5
-    seen: list[tuple[int, int]] = []
-    config = AttentionConfig(route="torch", budget_mib=0.0625)
-    with between_blocks(lambda done, total: seen.append((done, total))):
-        sdpa(query, key, key, mask, enable_gqa=True, config=config)
-    assert len(seen) > 1
-    assert seen[-1] == (len(seen), len(seen))
-
-
 def test_it_is_this_threads_alone_and_nests() -> None:
     seen: list[str] = []
     query = _qkv()
@@ -196,14 +185,6 @@ def test_a_storage_older_than_the_block_is_free_unless_it_grows_and_makes_room_o
         old = old * 2  # the old one dies once the new one exists
         old = torch.cat([old, old])
     assert peak.peak_bytes == 8000
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("follow", [True, False])
-def test_cuda_asks_its_allocator(follow):
-    with PeakMemory("cuda", follow=follow) as peak:
-        torch.ones(1 << 20, device="cuda")
-    assert peak.peak_bytes == 4 << 20
 
 
 UNIFIED = {"memory.current": "600", "memory.stat": "anon 1\ninactive_file 50"}

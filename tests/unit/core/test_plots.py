@@ -26,15 +26,6 @@ def test_the_states_are_those_of_every_single_score(rule: dict) -> None:
     assert (states == 0).double().mean() == pytest.approx(saved.tiles)
 
 
-def test_masks_leave_tiles_out_too() -> None:
-    mask = torch.zeros(64, 64, dtype=torch.bool)
-    mask[:32, :32] = True
-    mask[40, 40] = True
-    assert tile_states(64, 64, attn_mask=mask, q_block=32, kv_block=32).tolist() == [[1, 0], [0, 2]]
-    added = torch.zeros(64, 64).masked_fill(~mask, -torch.inf)
-    assert tile_states(64, 64, attn_mask=added, q_block=32, kv_block=32).tolist() == [[1, 0], [0, 2]]
-
-
 def test_the_pictures_are_written_and_say_what_they_show(tmp_path: Path) -> None:
     query = torch.randn(2, 3, 40, 8)
     weights = attention_map(query, query, rows=[0, 17, -1], is_causal=True)

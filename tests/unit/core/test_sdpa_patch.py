@@ -154,15 +154,6 @@ def test_causal_bias_objects_in_what_is_handed_back_to_torch(transform: str) -> 
             F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 7), is_causal=True)
 
 
-def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PASCAL_ATTN_DISABLE", "1")
-    enable()
-    assert not is_enabled()
-    with patch_sdpa() as patch:
-        assert F.scaled_dot_product_attention is TORCH
-        assert patch.sites == 0
-
-
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [

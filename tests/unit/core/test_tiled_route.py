@@ -89,16 +89,6 @@ def test_the_budget_comes_back_after_a_minute(monkeypatch, qkv) -> None:
         assert device.tried["forward"][-1] == tried
 
 
-def test_a_remembered_shape_may_be_called_with_any_budget_and_tile(monkeypatch, qkv) -> None:
-    device = Device(monkeypatch, free=1 << 17)
-    sdpa(*qkv, config=TILED)
-    device.free = 1 << 40
-    expected = reference_sdpa(*qkv)[0]
-    for changes in ({"budget_mib": 1 / 16}, {"budget_mib": 64}, {"q_block": 512, "kv_block": 512}, {"q_block": 1}):
-        out = sdpa(*qkv, config=AttentionConfig(route="tiled", **changes))
-        torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_many_short_sequences_take_no_more_steps_with_one_row_of_mask_each(dtype) -> None:
     leaves = [torch.randn(200, 2, 16, 8, requires_grad=True) for _ in range(3)]

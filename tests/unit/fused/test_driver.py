@@ -157,25 +157,6 @@ def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, ti
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        torch.cuda.OutOfMemoryError("no room for the check"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("CUDA error: out of memory"),
-    ],
-    ids=str,
-)
-def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Mock, error: Exception) -> None:
-    inputs = _inputs()
-    card.driver.execute = Mock(side_effect=error)
-    assert _route(inputs) == "math"
-    card.driver.execute = execute
-    time.now += fused_kernels.MEMORY_PAUSE
-    assert _route(inputs) == "fused"
-    assert card._checked
-
-
-@pytest.mark.parametrize(
     ("maker", "function", "code", "is_first"),
     [
         (StandIn, "cuLaunchKernel", 700, True),

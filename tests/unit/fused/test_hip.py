@@ -19,7 +19,6 @@ from attn_support.fused.hip import (
     RX_5700,
     RX_6800,
     RX_7600,
-    HipCompiler,
     HipStandIn,
     plain_launch,
 )
@@ -95,23 +94,6 @@ def test_the_code_is_for_what_the_card_is_and_named_as_it_is_taken_for(info: Dev
     assert arch_of(code) == info.arch
     assert (launch.variant.dtype, launch.params.lq, launch.params.lk) == ("float16", 256, 256)
     assert (launch.variant.geometry.pairs > 0) == (made_for not in ("gfx1010", "gfx1013"))
-
-
-def test_what_has_been_compiled_once_comes_from_the_disk(tmp_path: Path) -> None:
-    compiler = HipCompiler()
-
-    def code(info: DeviceInfo) -> tuple[str, str]:
-        """For which architecture it is, and where it would come from."""
-        gpu = HipRuntime(lambda: HipStandIn(info), lambda: compiler)
-        made = Kernels(Runtime("cuda:0", info), gpu=gpu, shipped=lambda *_: None, folder=lambda: tmp_path)
-        variant = replace(VARIANT, arch=made.arch)
-        _, source = made.existing_code(variant)
-        return arch_of(made.machine_code(variant)), source
-
-    assert [code(info) for info in (RADEON_VII, RADEON_VII, RX_5700, OVERRIDDEN)] == [
-        ("gfx906", "HIPRTC 6.3"), ("gfx906", "disk cache"), ("gfx1010", "HIPRTC 6.3"), ("gfx1030", "HIPRTC 6.3"),
-    ]  # fmt: skip
-    assert len(compiler.compiled) == 3
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,33 @@ from typing import Any
 import pytest
 import torch
 from attn_support import fresh
+from attn_support.comfy.stub import make_engine, node_module
 from attn_support.fused.device import AnyStandIn
 from attn_support.gpu import cards, guard, tensors, windows
 from attn_support.randomness import is_random, some
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pascal_attn_core import AttentionConfig, explain, sdpa
+from pascal_attn_core import AttentionConfig, explain, measure_memory, sdpa
 from pascal_attn_core.call import Arguments
+from pascal_attn_core.cli import main
+from pascal_attn_core.cli.bench.contest import clock_name
+from pascal_attn_core.compat import device_l2_mb
+from pascal_attn_core.flex import flex_attention, patch_flex_attention
+from pascal_attn_core.fused.trust import trial
+from pascal_attn_core.gguf.int8 import GgufWays
+from pascal_attn_core.machine.room import available_bytes
+from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.sdpa_patch import patch_sdpa
+from pascal_attn_core.vae import patch_vae
+from pascal_attn_core.vae.store import Queues
 
 pytestmark = pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
 NVIDIA = ("NVIDIA GeForce GTX 1080 Ti", "Tesla T4")
 EVERY = (*NVIDIA, "AMD Instinct MI50")
 SYSTEMS = ("Linux", "Windows")
 FUSED = AttentionConfig(route="fused")
+BOTH = AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=1)
 # Beyond the rounding of each dtype, below what a wrong element gives.
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3}
 torchs = torch.nn.functional.scaled_dot_product_attention
@@ -69,10 +81,10 @@ def _capturing() -> Iterator[None]:
         cards.is_capturing = False
 
 
-def _one_card(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, Callable[[], bool]]]:
-    """(what, whether it is right) of calls on one card."""
-    from pascal_attn_core.cli import main
+Attempts = Iterator[tuple[str, Callable[[], bool]]]  # what is tried, and whether it is right
 
+
+def _kinds_of_calls(query: Tensor, key: Tensor, value: Tensor) -> Attempts:
     yield "info", lambda: main(["info"]) == 0
     yield "by name", lambda: _by_name(query, key, value)
     yield "float16", lambda: _by_name(*(t.half() for t in (query, key, value)))
@@ -88,6 +100,8 @@ def _one_card(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, 
     yield "checkpointing", lambda: _gradients(lambda *t: checkpoint(_fused, *t, use_reentrant=False), 40)
     yield "checkpointing, reentrant", lambda: _gradients(lambda *t: checkpoint(sdpa, *t, use_reentrant=True), 80)
 
+
+def _ways_to_call(query: Tensor, key: Tensor, value: Tensor) -> Attempts:
     def on_a_stream() -> bool:
         with torch.cuda.stream(torch.cuda.Stream()):
             return _by_name(query, key, value)
@@ -118,13 +132,12 @@ def _one_card(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, 
     yield "patched", patched
 
 
-def _two_cards() -> Iterator[tuple[str, Callable[[], bool]]]:
-    """(what, whether it is right) of calls on the second card while the first is current, and on both."""
+def _two_cards() -> Attempts:
+    """Calls on the second card while the first is current, and on both."""
     second = [_numbers(device="cuda:1") for _ in range(3)]
     yield "the second card", lambda: _by_name(*second)
     long = [_numbers(2048) for _ in range(3)]
-    both = AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=1)
-    yield "both cards", lambda: _is_close(sdpa(*long, config=both), *long)
+    yield "both cards", lambda: _is_close(sdpa(*long, config=BOTH), *long)
 
 
 def _believe(name: str, system: str) -> AnyStandIn:
@@ -134,7 +147,7 @@ def _believe(name: str, system: str) -> AnyStandIn:
     return driver
 
 
-def _failures(attempts: Iterator[tuple[str, Callable[[], bool]]]) -> list[str]:
+def _failures(attempts: Attempts) -> list[str]:
     found = []
     for what, is_right in attempts:
         try:
@@ -151,7 +164,8 @@ def _failures(attempts: Iterator[tuple[str, Callable[[], bool]]]) -> list[str]:
 @guard.alone()
 def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: str) -> None:
     driver = cards.believe(cards.CARDS[name], int(count))
-    failures = _failures(_one_card(_numbers(), _numbers(), _numbers()))
+    given = _numbers(), _numbers(), _numbers()
+    failures = _failures(_kinds_of_calls(*given)) + _failures(_ways_to_call(*given))
     if int(count) > 1:
         failures += _failures(_two_cards())
     assert failures == [], "\n".join(failures)
@@ -163,110 +177,111 @@ def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: s
 # ---- what else asks whether it is on a card --------------------------------------------------------------------------
 
 
-def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
-    from attn_support.comfy.stub import make_engine, node_module
+CARD = torch.device("cuda")
 
-    from pascal_attn_core import measure_memory
-    from pascal_attn_core.cli.bench.contest import clock_name
-    from pascal_attn_core.compat import device_l2_mb
-    from pascal_attn_core.flex import flex_attention, patch_flex_attention
-    from pascal_attn_core.fused.trust import trial
-    from pascal_attn_core.gguf.int8 import GgufWays
-    from pascal_attn_core.machine.room import available_bytes
-    from pascal_attn_core.machine.runtime import runtime_of
-    from pascal_attn_core.vae import patch_vae
-    from pascal_attn_core.vae.store import Queues
 
-    card, query = torch.device("cuda"), _numbers(600)
-    both = AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=1)
+def _alike(found: Tensor, right: Tensor, apart: float = 1e-4) -> bool:
+    return found.device == right.device and bool((found - right).abs().max() <= apart * right.abs().max())
 
-    def alike(found: Tensor, right: Tensor, apart: float = 1e-4) -> bool:
-        return found.device == right.device and bool((found - right).abs().max() <= apart * right.abs().max())
 
-    def captured() -> bool:
-        with _capturing():
-            sdpa(query, query, query)
-            return "being captured" in explain(query, query, query, config=both)
+def _captured() -> bool:
+    query = _numbers(600)
+    with _capturing():
+        sdpa(query, query, query)
+        return "being captured" in explain(query, query, query, config=BOTH)
 
-    def measured() -> bool:
-        with measure_memory() as peak:
-            torch.ones(8, device=card)
-        return peak.peak_bytes == 0 and available_bytes(card) == cards.CARDS["Tesla T4"].free_bytes
 
-    def flexible() -> bool:
-        from torch.nn.attention import flex_attention as theirs
+def _measured() -> bool:
+    with measure_memory() as peak:
+        torch.ones(8, device=CARD)
+    return peak.peak_bytes == 0 and available_bytes(CARD) == cards.CARDS["Tesla T4"].free_bytes
 
-        with patch_flex_attention():
-            return alike(theirs.flex_attention(query, query, query), flex_attention(query, query, query))
 
-    def on_a_node() -> bool:
-        engine, meter, host = make_engine(), node_module("engine.meter"), node_module("comfy.host")
-        host.compute_device, host.prompt_id, host.attention_name = lambda: card, lambda: "1", lambda: "torch's"
-        host.throw_if_interrupted = lambda: None
-        engine.begin()
-        meter.start_of_run(card)
-        out = engine.attend(Arguments(query, query, query), place=node_module("engine.runs").Place("block 0"))
-        run = engine.end()
-        is_right = _is_close(out, query, query, query) and meter.peak_of_run(card) == 1 << 20 and run is not None
-        return is_right and node_module("comfy.host").visible_cards() == ["cuda:0", "cuda:1"]
+def _flexible() -> bool:
+    query = _numbers(600)
+    from torch.nn.attention import flex_attention as theirs
 
-    def beside_the_hosts_kernel() -> bool:
-        kitchen = node_module("comfy.comfy_kitchen")
-        registry = SimpleNamespace(is_available=lambda name: True, get_constraints=lambda *names: names)
-        kitchen.registry_of_host = lambda: registry
-        return "its own kernel for this card" in kitchen.why_not(card, "auto")
+    with patch_flex_attention():
+        return _alike(theirs.flex_attention(query, query, query), flex_attention(query, query, query))
 
-    def on_another_card() -> bool:
-        with pytest.raises(RuntimeError, match="expected Tesla P4 as cuda:0, got Tesla T4"):
-            trial.run_job(trial.Job("cuda:0", "Tesla P4", [], []), print)
-        return True
 
-    def out_of_memory(channels: int, **options: Any) -> tuple[bool, Any]:
-        """The first convolution of so many channels finds no memory."""
-        run, left = tensors._run, [1]
+def _on_a_node() -> bool:
+    query = _numbers(600)
+    engine, meter, host = make_engine(), node_module("engine.meter"), node_module("comfy.host")
+    host.compute_device, host.prompt_id, host.attention_name = lambda: CARD, lambda: "1", lambda: "torch's"
+    host.throw_if_interrupted = lambda: None
+    engine.begin()
+    meter.start_of_run(CARD)
+    out = engine.attend(Arguments(query, query, query), place=node_module("engine.runs").Place("block 0"))
+    run = engine.end()
+    is_right = _is_close(out, query, query, query) and meter.peak_of_run(CARD) == 1 << 20 and run is not None
+    return is_right and node_module("comfy.host").visible_cards() == ["cuda:0", "cuda:1"]
 
-        def fails_once(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-            if operator is torch.ops.aten.convolution.default and args[0].shape[1] == channels and left:
-                raise torch.OutOfMemoryError(f"CUDA out of memory: {left.pop()}")
-            return run(operator, args, kwargs)
 
-        vae = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 3, padding=1))
-        vae.requires_grad_(False).to(card)
-        latent = torch.randn(1, 4, 40, 16, device=card)
-        right = vae(latent)
-        with patch_vae(vae, methods=("forward",), budget_mib=0.02, **options) as patch:
-            vae.forward(latent)  # after a trial, if in bands
-            tensors._run = fails_once
-            try:
-                return alike(vae.forward(latent), right), patch.report().calls[-1]
-            finally:
-                tensors._run = run
+def _beside_the_hosts_kernel() -> bool:
+    kitchen = node_module("comfy.comfy_kitchen")
+    registry = SimpleNamespace(is_available=lambda name: True, get_constraints=lambda *names: names)
+    kitchen.registry_of_host = lambda: registry
+    return "its own kernel for this card" in kitchen.why_not(CARD, "auto")
 
-    def in_bands() -> bool:
-        is_right, call = out_of_memory(8, keep="device")
-        return is_right and call.figures.retries == 1 and call.figures.host_bytes > 0
 
-    def whole_first() -> bool:
-        is_right, call = out_of_memory(4, when="needed")
-        return is_right and call.why == "it ran out of memory without bands" and call.figures.retries == 0
+def _on_another_card() -> bool:
+    with pytest.raises(RuntimeError, match="expected Tesla P4 as cuda:0, got Tesla T4"):
+        trial.run_job(trial.Job("cuda:0", "Tesla P4", [], []), print)
+    return True
 
-    def beside_the_computation() -> bool:
-        queues, piece, place = Queues(card), _numbers(3), torch.empty(1, 2, 3, 64)
-        queues.store(piece, place, 0)
-        queues.settle()
-        return alike(queues.arrived(queues.send(place, 0)), piece)
 
-    yield "a call while a graph is captured", captured
-    yield "copies", beside_the_computation
-    yield "facts", lambda: device_l2_mb() == device_l2_mb(1) == 4.0 and clock_name(card) == "CUDA events"
-    yield "GGUF", lambda: runtime_of(card).part(GgufWays).conditions()["arch"] == "sm_75"
-    yield "memory", measured
-    yield "flex_attention", flexible
-    yield "a node", on_a_node
-    yield "int8 files", beside_the_hosts_kernel
-    yield "a VAE in bands", in_bands
-    yield "a VAE that did not fit", whole_first
-    yield "a child", on_another_card
+def _out_of_memory(channels: int, **options: Any) -> tuple[bool, Any]:
+    """The first convolution of so many channels finds no memory."""
+    run, left = tensors._run, [1]
+
+    def fails_once(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if operator is torch.ops.aten.convolution.default and args[0].shape[1] == channels and left:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {left.pop()}")
+        return run(operator, args, kwargs)
+
+    vae = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 3, padding=1))
+    vae.requires_grad_(False).to(CARD)
+    latent = torch.randn(1, 4, 40, 16, device=CARD)
+    right = vae(latent)
+    with patch_vae(vae, methods=("forward",), budget_mib=0.02, **options) as patch:
+        vae.forward(latent)  # after a trial, if in bands
+        tensors._run = fails_once
+        try:
+            return _alike(vae.forward(latent), right), patch.report().calls[-1]
+        finally:
+            tensors._run = run
+
+
+def _in_bands() -> bool:
+    is_right, call = _out_of_memory(8, keep="device")
+    return is_right and call.figures.retries == 1 and call.figures.host_bytes > 0
+
+
+def _whole_first() -> bool:
+    is_right, call = _out_of_memory(4, when="needed")
+    return is_right and call.why == "it ran out of memory without bands" and call.figures.retries == 0
+
+
+def _beside_the_computation() -> bool:
+    queues, piece, place = Queues(CARD), _numbers(3), torch.empty(1, 2, 3, 64)
+    queues.store(piece, place, 0)
+    queues.settle()
+    return _alike(queues.arrived(queues.send(place, 0)), piece)
+
+
+def _others() -> Attempts:
+    yield "a call while a graph is captured", _captured
+    yield "copies", _beside_the_computation
+    yield "facts", lambda: device_l2_mb() == device_l2_mb(1) == 4.0 and clock_name(CARD) == "CUDA events"
+    yield "GGUF", lambda: runtime_of(CARD).part(GgufWays).conditions()["arch"] == "sm_75"
+    yield "memory", _measured
+    yield "flex_attention", _flexible
+    yield "a node", _on_a_node
+    yield "int8 files", _beside_the_hosts_kernel
+    yield "a VAE in bands", _in_bands
+    yield "a VAE that did not fit", _whole_first
+    yield "a child", _on_another_card
 
 
 @guard.alone()
@@ -300,8 +315,6 @@ FIRST_USES = some([(NVIDIA[0], "Windows"), (NVIDIA[0], "Linux"), (EVERY[2], "Lin
 def test_the_first_use_starts_a_child_on_the_card_and_stores_its_verdict(name: str, system: str) -> None:
     from attn_support import __path__ as support
 
-    from pascal_attn_core.fused.trust import trial
-
     _believe(name, system)
     folder = os.environ["XDG_CACHE_HOME"]
     os.environ["LD_PRELOAD"] = str(guard.library())  # of the child
@@ -330,7 +343,6 @@ os.kill(os.getpid(), signal.SIGSEGV)
 
 @guard.alone(PASCAL_ATTN_TRUST="")
 def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
-    from pascal_attn_core.fused.trust import trial
     from pascal_attn_core.int8.attention import AttentionBinding, AttentionSite
 
     cards.believe(cards.CARDS[NVIDIA[0]])

@@ -9,14 +9,10 @@ from attn_support.fused.emulation import T4, V100
 from attn_support.randomness import seeds, times
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.code.params import TensorEven
 from pascal_attn_core.fused.code.source import Variant, all_variants
 from pascal_attn_core.fused.geometry.tensor import MOST_PIECES
-from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.fused.launch.forward import parts_bytes
 from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
-from pascal_attn_core.fused.launch.stream_k import busiest, distribute, part_floats
-from pascal_attn_core.fused.trust.kernels import parts
+from pascal_attn_core.fused.launch.stream_k import busiest, distribute
 
 
 def _cases() -> list[tuple[tuple[int, ...], int, int, int]]:
@@ -103,14 +99,3 @@ def test_calls_that_leave_some_of_the_card_idle_are_distributed() -> None:
 def test_every_kernel_that_a_plan_may_name_is_among_all() -> None:
     cards = [(card, dim) for dim in (32, 36, 40, 64, 80, 96, 128, 256) for card in (T4, V100)[: 1 + (dim <= 128)]]
     assert {_plan(8, 2048, *card).forward for card in cards} <= set(all_variants())
-
-
-def test_the_memory_of_parts_is_that_of_a_few_tiles() -> None:
-    found = _plan(8, 2048)
-    assert parts_bytes(found) == found.pieces.slots * 4 * part_floats(256, 64) == 64 * 256 * 72 * 4
-    assert parts_bytes(_plan(8, 2048, is_causal=True)) == parts_bytes(found.unlisted) == 0
-
-
-def test_a_launch_with_listed_blocks_is_not_cut() -> None:
-    launch = Launch(Variant("tensor_even", 64, "float16"), "pa_tensor_even", (96, 1, 1), 256, TensorEven(), (), 1 << 40)
-    assert parts(launch, 1 << 20) == [launch]

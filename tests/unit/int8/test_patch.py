@@ -226,29 +226,6 @@ def test_an_error_during_calibration_leaves_the_model_as_it_was(model: Model, x:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_model_is_near_its_float_self(model: Model, x: Tensor, weights: str, dtype: torch.dtype) -> None:
-    expected = model(x)
-    model.to(dtype)
-    patch = patch_linear_int8(model, weights=weights)
-    first = model(x.to(dtype))
-    assert first.dtype == dtype
-    assert 1e-4 < error_of(first, expected) < 0.02
-    assert torch.equal(model(x.to(dtype)), first)
-    assert in_int8(patch) == CHOSEN
-
-
-def test_under_autocast_the_result_is_of_its_dtype(model: Model, x: Tensor) -> None:
-    expected = model(x)
-    patch_linear_int8(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model.blocks[0].ff[0](x)
-        whole = model(x)
-    assert out.dtype == torch.bfloat16
-    assert error_of(whole, expected) < 0.03
-
-
 def test_gradients_reach_the_input_also_of_layers_measured_in_inference_mode(model: Model, x: Tensor) -> None:
     expected, found = x.clone().requires_grad_(), x.clone().requires_grad_()
     model(expected).square().sum().backward()

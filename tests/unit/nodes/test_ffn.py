@@ -73,18 +73,6 @@ def x(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @torch.no_grad()
-def test_taking_off_and_putting_back() -> None:
-    model, chunking, given = Model(), binding(), x()
-    expected = model(given)
-    for _ in range(3):
-        assert chunking.attach(model) == 2
-        torch.testing.assert_close(model(given), expected)
-        assert chunking.report(model).count("on") == 2
-        assert chunking.detach(model) == []
-        assert "forward" not in vars(model.ffn)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_binding_that_was_attached_last_applies_until_it_is_detached(first: int) -> None:
     model, bindings = Model(), [binding(chunk_tokens=16), binding()]
@@ -245,10 +233,3 @@ def test_before_a_run_the_status_counts_what_can_be_chunked_and_what_cannot() ->
     assert status(reports.FfnReport([fused]), "Flux", "from 2 tokens") == (
         "0 feed-forward modules of Flux can be chunked; 1 cannot be chunked (Fused)"
     )
-
-
-def test_the_budget_from_the_card_is_a_share_of_it() -> None:
-    budget_from = node_module("ffn_chunking").budget_from
-    assert budget_from(11 << 30) == 352
-    assert budget_from(1 << 30) == 64
-    assert budget_from(140 << 30) == 1024

@@ -78,13 +78,3 @@ def test_the_first_lines_are_what_was_gained_and_what_ran_in_letters_that_are_re
     lines = {text: bottom - top for text, _, top, _, bottom in written if "1 call, 1 taken (tiled 1), 0 passed" in text}
     assert max(lines.values()) * 460 / picture.width > 7  # below it, on a node 460 wide
     assert runs == 1 or picture.width > 1.2 * picture.height
-
-
-def test_bars_are_as_long_as_their_shares():
-    rows = [PICTURE.Row("", "all", 1.0), PICTURE.Row("", "a quarter", 0.25), PICTURE.Row("", "none", 0.0)]
-    picture = PICTURE.draw("", "", [PICTURE.Section("bars", rows)])
-    blue = ImageColor.getrgb(PICTURE.BARS[""])
-    pixels = picture.load()
-    lengths = [sum(pixels[x, y] == blue for x in range(picture.width)) for y in range(picture.height)]
-    whole, quarter = sorted({length for length in lengths if length > 20}, reverse=True)
-    assert quarter * 4 == pytest.approx(whole, abs=4)

@@ -142,14 +142,6 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
     assert [fact for fact in facts if fact not in text] == []
 
 
-def test_a_run_without_attention_tells_its_notes():
-    made = run(part="feed-forward", notes=["38 of 57 modules in chunks"])
-    text = TEXT.report_text(findings(made))
-    assert "Flux, feed-forward" in text
-    assert "38 of 57 modules in chunks" in text
-    assert FIND.Shown(made).alarms == []
-
-
 def test_shares_of_several_devices_stay_below_one():
     made = run([(kind("double 0"), {"elapsed_ms": 15000.0})])
     made.devices.add("cuda:1")

@@ -1,6 +1,5 @@
 """``python -m tools.gpu precompile``: compiled by this machine's NVRTC, found by the kernels of a card."""
 
-import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +8,12 @@ import torch
 from attn_support.fused.emulation import CARD
 from attn_support.randomness import at_night
 
-from pascal_attn_core.fused.code.source import Variant, all_variants, gguf_variants, linear_variants
+from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import Runtime
-from tools.gpu import precompile, sanitizer
+from tools.gpu import precompile
 from tools.gpu.__main__ import main
 
 SMALL = Variant("split", 32, "float16", "float")
@@ -51,13 +50,3 @@ def test_without_such_a_compiler_it_says_so(tmp_path: Path, capsys: pytest.Captu
     assert "libnvrtc.so: cannot open" in capsys.readouterr().err
     assert main(["precompile", "--arch", "999"]) == 2
     assert "NVRTC must compile for sm_999, got none that does" in capsys.readouterr().err
-
-
-def test_the_sanitizer_has_kernels_of_each_pattern_and_knows_those_that_wait_for_counters() -> None:
-    every = {variant.name: variant for variant in (*all_variants(), *linear_variants(), *gguf_variants())}
-    for patterns, waits in ((sanitizer.OTHERS, False), (sanitizer.COUNTERS, True)):
-        for pattern in patterns.split(","):
-            found = fnmatch.filter(every, pattern)
-            assert found, pattern
-            geometries = [getattr(every[name], "geometry", None) for name in found]
-            assert {bool(getattr(tiles, "counters", False)) for tiles in geometries} == {waits}, pattern

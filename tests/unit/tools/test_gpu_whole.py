@@ -118,15 +118,6 @@ def test_the_sanitizer_runs_the_kernels_once_with_each_tool(ran: dict[str, Any])
     assert all(command.startswith("compute-sanitizer --tool") for command in ran["sanitizer"]["command"])
 
 
-def test_kernels_are_run_against_their_definition(ran: dict[str, Any]) -> None:
-    figures = ran["variants"]["figures"]
-    assert figures["counts"] == {"passed": 2}
-    names = ["forward-32-float32-none", "split-32-float16-none"]
-    assert [line["test"] for line in figures["known"]] == names
-    assert all(0 < line["error"] < 0.2 for line in figures["known"])
-    assert ran["variants"]["kernels"]["all"] > ran["variants"]["kernels"]["to_compile"] > 1000
-
-
 FAULTS = {
     "split-32-float32-none": "is wrong",
     "split-32-bfloat16-none": "hangs",
