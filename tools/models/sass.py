@@ -1,14 +1,14 @@
 """Reads the machine code of cubins as far as counting and timing need it: the kind of each instruction and where a
 branch goes. From Volta on also what memory it moves, and what the compiler wrote beside it for the scheduler.
 
-Maxwell and Pascal (sm_50 ... sm_62) have words of 64 bits, the first of every four scheduling information. Volta,
-Turing and Ampere (sm_70 ... sm_89) have 128 bits for an instruction. Later cards write branches in another way, and
-have other instructions of these numbers.
+Maxwell and Pascal (sm_50 ... sm_62) have words of 64 bits, the first of every four scheduling information. Volta and
+its successors up to Hopper (sm_70 ... sm_90) have 128 bits for an instruction.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -113,18 +113,22 @@ def _maxwell(address: int, word: int) -> Instruction:
     return Instruction(address, kind, target, (word >> 16 & 0xF) != 7)
 
 
-def volta(code: bytes) -> list[Instruction]:
-    """Instructions of one function for Volta, Turing or Ampere."""
+def volta(code: bytes, number: int = 75) -> list[Instruction]:
+    """Instructions of one function for Volta, Turing, Ampere or Hopper; ``number``: 75 is sm_75."""
     words = struct.unpack(f"<{len(code) // 8}Q", code)
-    return [_volta(i * _SIZE, low, high) for i, (low, high) in enumerate(zip(words[::2], words[1::2]))]
+    return [_volta(i * _SIZE, low, high, number) for i, (low, high) in enumerate(zip(words[::2], words[1::2]))]
 
 
-def _volta(address: int, low: int, high: int) -> Instruction:
+def _volta(address: int, low: int, high: int, number: int) -> Instruction:
     kind = _VOLTA.get(low & 0x1FF, "other")
+    if kind == "HMMA.884" and number >= 80:  # an addition of integers there
+        kind = "other"
     guarded, target, lane_bytes = (low >> 12 & 15) != 7, None, 0
     if kind == "BRA":
-        distance = low >> 32
-        target = address + _SIZE + (distance - (1 << 32) if distance >> 31 else distance)
+        distance, sign = low >> 32, 31
+        if number >= 90:  # its lowest eight bits stand apart, and it counts words of four bytes
+            distance, sign = (low >> 34 | (high & 0x3FFFF) << 30) << 10 | (low >> 16 & 0xFF) << 2, 57
+        target = address + _SIZE + (distance - (2 << sign) if distance >> sign else distance)
         guarded |= (high >> 23 & 15) != 7
     elif kind == "LDSM":
         lane_bytes = 4 << (high >> 8 & 3)
@@ -159,13 +163,16 @@ def product_loops(code: list[Instruction]) -> list[list[Instruction]]:
 _PART_OF_EVERY_ROUND = ("LDSM", "LDS", "STS", "BAR")
 
 
-def usual_path(loop: list[Instruction], *, masked: bool = False) -> list[Instruction]:
+def usual_path(
+    loop: list[Instruction], *, masked: bool = False, rises: bool = False, at_edge: bool = False
+) -> list[Instruction]:
     """One round of a loop as most go. What a branch can skip is skipped, unless it loads a tile, multiplies, meets
-    others or takes many exponentials: masks at an edge, a maximum that rises, and a softcap (exponentials and
-    reciprocals) are rare.
+    others or takes many exponentials: a softcap (exponentials and reciprocals) is rare.
 
     Args:
         masked: the tile's mask is looked at, whose bits lanes exchange or turn into predicates many at a time.
+        rises: each row of the warp has a new maximum, to which its sums are scaled.
+        at_edge: the band or the end of the keys cuts the tile.
     """
     index = {x.address: i for i, x in enumerate(loop)}
     path, i = [], 0
@@ -176,9 +183,20 @@ def usual_path(loop: list[Instruction], *, masked: bool = False) -> list[Instruc
         if x.target is None or x.target <= x.address or x.target not in index:
             continue
         skipped = loop[i : index[x.target]]
-        if not (x.guarded and _is_usual(skipped, masked)):
+        taken = _is_usual(skipped, masked) or {"rises": rises, "edge": at_edge}.get(_rare(skipped), False)
+        if not (x.guarded and taken):
             i = index[x.target]
     return path
+
+
+def _rare(part: list[Instruction]) -> str:
+    """What happens where a part is not skipped: the sums of rows are scaled, or scores at an edge forbidden."""
+    number = Counter(x.kind for x in part)
+    if any(x.is_product for x in part) or number["RCP"] > 1 or number["R2P"] or number["SHFL"]:
+        return ""
+    if number["MUFU"] and number["FMUL"] > 4 * number["MUFU"]:
+        return "rises"
+    return "edge" if number["other"] + number["IMAD"] > 40 and not number["MUFU"] else ""
 
 
 def _is_usual(part: Iterable[Instruction], masked: bool) -> bool:

@@ -1,12 +1,8 @@
 """A model of one multiprocessor: the share of its tensor cores that a kernel can keep busy, by its machine code.
 
-    python -m tools.models.tensor FILE.cubin --warps 8 --blocks 1          each loop with products of each function
-    python -m tools.models.tensor FILE.cubin --machine V100 --function pa_forward
-    python -m tools.models.tensor --kinds tensor tensor_grad_query         ours, compiled by NVRTC
-    python -m tools.models.tensor --kinds tensor --mask bool               and where the mask cuts every tile
-    python -m tools.models.tensor --kinds volta --machine V100
-    python -m tools.models.tensor --calls                                  wasted products, and idle multiprocessors
-    python -m tools.models.tensor_table                                    the table of docs/fused-kernel.md
+    python -m tools.models.tensor FILE.cubin --warps 8 --blocks 1 --machine V100 --function pa_volta
+    python -m tools.models.tensor_table            of ours: the table of docs/fused-kernel.md
+    python -m tools.models.calls                   time of whole calls
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
 the compiler wrote beside the instructions. They issue the real loop over tiles, round after round, until its speed is
@@ -15,7 +11,7 @@ steady. What an instruction occupies:
 - a product the tensor cores of its scheduler. On a T4 8 cycles for HMMA.1688 with float32 sums: 65 TFLOP/s at 40
   multiprocessors and 1.59 GHz are 128 multiplications a cycle and scheduler, and the compiler leaves 8 cycles between
   two of a warp. On GeForce cards, whose float32 sums have half the rate, 16. On a V100 (125 TFLOP/s, 80
-  multiprocessors, 1.53 GHz) 2 for each of the four steps of HMMA.884;
+  multiprocessors, 1.53 GHz) 2 for each of the four steps of HMMA.884. On an H200 8, fitted (``.calls``);
 - shared memory, global loads and shuffles one pipe of the multiprocessor: 64 bytes a cycle on Turing, 128 on Volta
   (NVIDIA, "GA102 GPU Architecture": "128 bytes/clock per SM in GA102 versus 64 bytes/clock in Turing"). Without bank
   conflicts: the emulation counts those;
@@ -28,25 +24,16 @@ measures on a T4 for its own kernels of head_dim 128, compiled by CUDA 13.0. Wit
 scheduler) forward has 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With
 ``--queue 48`` these come to 57, 43 and 42 %. ``tools.models.tensor_table`` has ours both ways.
 
-Not modelled: bandwidth of L2 and DRAM (a global load takes 400 cycles), the instruction cache, clocks. On Volta a load
-of 16 bytes a lane is taken to move all of its 512 bytes, also where lanes read the same.
+Not modelled: bandwidth of L2 and DRAM (a global load takes 400 cycles, on an H200 600), instruction caches, clocks. On
+Volta a load of 16 bytes a lane is taken to move all of its 512 bytes, also where lanes read the same.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
-
-from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.geometry.tensor import TensorGeometry
-from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
-from pascal_attn_core.fused.launch.stream_k import Pieces, busiest
-from tools.fused import compiled
 
 from .sass import Instruction, arch, product_loops, sections, usual_path, volta
 
@@ -61,7 +48,7 @@ _CONTROL = ("BAR", "BRA", "BSYNC", "BSSY", "BREAK", "NOP", "EXIT", "WARPSYNC", "
 _BARRIER_LATENCY = 15
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Machine:
     """A multiprocessor.
 
@@ -70,6 +57,7 @@ class Machine:
         shared_bytes: a cycle; conversion: cycles of a scheduler's share of the unit for exp2 and conversions.
         num_sms: of the card; arch: 75 is sm_75.
         queue: cycles of work that the pipe of shared memory accepts beyond what it is doing, see above.
+        plain: cycles of a scheduler for float32; load: until a global load is there. clock: cycles a second.
     """
 
     name: str
@@ -79,6 +67,15 @@ class Machine:
     arch: int
     conversion: int = 8
     queue: int = 192
+    plain: int = 2
+    load: int = 400
+    clock: float = 1.59e9
+
+    @property
+    def peak(self) -> float:
+        """Operations a second of the tensor cores, a multiply-add counted as two."""
+        kind, cycles = next(iter(self.product.items()))
+        return 2 * (1024 if kind == "HMMA.1688" else 256) / cycles * SCHEDULERS * self.num_sms * self.clock
 
 
 MACHINES = {
@@ -86,33 +83,15 @@ MACHINES = {
     for machine in (
         Machine("T4", {"HMMA.1688": 8}, 64, 40, 75),
         Machine("RTX 2080 Ti", {"HMMA.1688": 16}, 64, 68, 75),
-        Machine("V100", {"HMMA.884": 2}, 128, 80, 70),
+        Machine("V100", {"HMMA.884": 2}, 128, 80, 70, clock=1.53e9),
+        Machine("H200", {"HMMA.1688": 8}, 128, 132, 90, plain=1, load=600, clock=1.98e9),
     )
 }
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Cycles that one warp's round of the loop takes of its scheduler; ``shared``: a round of four warps, one on
-    each scheduler, in cycles of the pipe that they share."""
-
-    issued: int
-    tensor: int
-    conversions: int
-    shared: float
-    by_kind: Counter[str]
-
-
-def counts(path: list[Instruction], machine: Machine) -> Counts:
-    """Counts of one round; a lower bound of its time is the largest of the four."""
-    by_kind = Counter(x.kind for x in path)
-    return Counts(
-        len(path),
-        sum(machine.product.get(x.kind, 0) for x in path),
-        machine.conversion * sum(by_kind[kind] for kind in _CONVERSIONS),
-        SCHEDULERS * sum(x.lane_bytes * _LANES for x in path if x.kind in _SHARED) / machine.shared_bytes,
-        by_kind,
-    )
+def tensor_cycles(path: Sequence[Instruction], machine: Machine) -> int:
+    """Cycles that a warp's round takes of the tensor cores of its scheduler."""
+    return sum(machine.product.get(x.kind, 0) for x in path)
 
 
 def _pipe(x: Instruction) -> str:
@@ -129,9 +108,9 @@ def _pipe(x: Instruction) -> str:
     return "control" if x.kind in _CONTROL else "integer"
 
 
-def _memory_latency(x: Instruction) -> int:
-    if x.kind in ("LDG", "LD", "LDL"):
-        return 400
+def _memory_latency(x: Instruction, machine: Machine) -> int:
+    if x.kind in ("LDG", "LD"):
+        return machine.load
     return 24 if x.kind == "LDSM" else 22
 
 
@@ -154,7 +133,7 @@ class _Counters:
     (one lane writes). The n-th wait of a round is for the n-th raise of the round before.
     """
 
-    def __init__(self, path: list[Instruction], warps: int):
+    def __init__(self, path: Sequence[Instruction], warps: int):
         index = {x.address: i for i, x in enumerate(path)}
         polls = [(index[x.target], i) for i, x in enumerate(path) if x.target in index and index[x.target] < i]
         polls = [(a, b) for a, b in polls if not any(x.is_product for x in path[a:b])]
@@ -178,7 +157,7 @@ class _Counters:
             self.raised[self.raises.index(warp.at)][warp.number] += 1
 
 
-def simulate(path: list[Instruction], machine: Machine, warps: int, blocks: int, rounds: int = 12) -> float:
+def simulate(path: Sequence[Instruction], machine: Machine, warps: int, blocks: int, rounds: int = 12) -> float:
     """The share of the tensor cores' cycles in which they multiply.
 
     Args:
@@ -190,7 +169,7 @@ def simulate(path: list[Instruction], machine: Machine, warps: int, blocks: int,
 
 
 class _Simulation:
-    def __init__(self, path: list[Instruction], machine: Machine, warps: int, blocks: int):
+    def __init__(self, path: Sequence[Instruction], machine: Machine, warps: int, blocks: int):
         self.machine = machine
         self.body = [(_pipe(x), x) for x in path]
         self.per_block = warps
@@ -222,8 +201,7 @@ class _Simulation:
             if not issued and nearest is None:
                 raise ValueError("the warps of this loop wait for each other for ever")
             end, self.now = self.now, self.now + 1 if issued or nearest is None else max(self.now + 1, nearest)
-        tensor = sum(self.machine.product.get(x.kind, 0) for _, x in self.body)
-        return tensor * (goal - first) / SCHEDULERS / (end - begin)
+        return tensor_cycles([x for _, x in self.body], self.machine) * (goal - first) / SCHEDULERS / (end - begin)
 
     def _step(self, scheduler: int) -> int | None:
         """Issues one instruction: None. Or says when one may be issued at the earliest, 0 if that is not known."""
@@ -274,11 +252,12 @@ class _Simulation:
         """Takes the units that an instruction needs; returns the latency of its result."""
         if pipe == "shared":
             self.shared_free = max(self.shared_free, self.now) + x.lane_bytes * _LANES / self.machine.shared_bytes
-            return int(self.shared_free - self.now) + _memory_latency(x)
+            return int(self.shared_free - self.now) + _memory_latency(x, self.machine)
         cycles = {
             "tensor": self.machine.product.get(x.kind, 0),
             "conversion": self.machine.conversion,
             "control": 1,
+            "float": self.machine.plain,
         }.get(pipe, 2)
         self.free[warp.scheduler][pipe] = self.now + cycles
         return {"tensor": 20, "conversion": 20 + cycles, "control": 0}.get(pipe, 12)
@@ -294,171 +273,34 @@ class _Simulation:
             group.clear()
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Waste:
-    """The share of a launch's products that is wasted: beyond the band, such as a causal mask's diagonal, and beyond
-    the ends of the sequences. And the share of the card's time in which multiprocessors have no block."""
-
-    unwanted: float
-    idle: float
-
-
-def waste(
-    rows: int,
-    cols: int,
-    queries: int,
-    keys: int,
-    heads: int,
-    places: int,
-    allowed: Callable[[int], tuple[int, int]] | None = None,
-    cut: int | Pieces = 1,
-) -> Waste:
-    """For one launch with a block for each tile of ``rows`` rows, over tiles of ``cols`` columns.
-
-    Args:
-        queries, keys: rows and columns of the scores; heads: launches of them (batch times heads).
-        places: blocks that the card holds at once.
-        allowed: row -> (first column, column behind the last); None = all. Both must not fall from row to row.
-        cut: ranges that the columns of a tile of rows are cut into, one block each (:func:`.plan.tensor_splits`), or
-            the blocks where they are listed (:mod:`pascal_attn_core.fused.launch.stream_k`). What joining ranges takes
-            is not counted; time in which listed blocks write and read parts counts as idle.
-    """
-    tiles, wanted = [], 0
-    allowed = allowed or (lambda _: (0, keys))
-    for first in range(0, queries, rows):
-        spans = [allowed(i) for i in range(first, min(first + rows, queries))]
-        spans = [(max(0, a), min(keys, b)) for a, b in spans]
-        wanted += sum(max(0, b - a) for a, b in spans)
-        begin, end = spans[0][0], spans[-1][1]
-        tiles.append(max(0, -(-(end - begin) // cols)))
-    made = sum(tiles) * rows * cols
-    if isinstance(cut, Pieces):
-        whole = [tiles[i % len(tiles)] * cols for i in range(cut.whole)]
-        jobs = [*whole, *(piece.cost(cols) for piece in cut.listed)]
-    else:
-        each = [(of, -(-of // cut)) for of in tiles]
-        parts = [max(0, min(most, of - i * most)) for of, most in each for i in range(cut)]
-        jobs = [part * cols for part in sorted(parts, reverse=True)] * heads  # of each head the longest first
-    return Waste(1 - wanted / made, 1 - made * heads / places / (rows * busiest(jobs, places)))
-
-
-def report(name: str, path: list[Instruction], machine: Machine, warps: int, blocks: int) -> str:
-    """A row of :data:`HEAD`."""
-    c = counts(path, machine)
-    share = simulate(path, machine, warps, blocks)
-    products = sum(n for kind, n in c.by_kind.items() if kind.startswith("HMMA"))
-    cells = [name, machine.name, products, c.issued, c.by_kind["LDSM"] + c.by_kind["LDS"], c.by_kind["BAR"]]
-    shares = [c.issued / c.tensor, c.conversions / c.tensor, c.shared / c.tensor, share]
-    return "| " + " | ".join([*map(str, cells), *(f"{value:.0%}" for value in shares)]) + " |"
-
-
-HEAD = (
-    "| kernel | card | products | issued | shared loads | barriers | issue / tensor time | conversions / tensor time "
-    "| shared memory / tensor time | share of tensor peak |\n" + "| --- " * 10 + "|"
-)
-
-
-def paths(cubin: bytes, *, masked: bool = False) -> Iterable[tuple[str, list[Instruction]]]:
-    """(function, one round) of each loop with products in a cubin; ``masked``: in a tile that the mask cuts.
+def paths(cubin: bytes, **rare: bool) -> Iterable[tuple[str, list[Instruction]]]:
+    """(function, one round) of each loop with products in a cubin; ``rare``: of :func:`.sass.usual_path`.
 
     Raises:
         ValueError: the cubin is for a card whose instructions are others.
     """
-    if not 70 <= arch(cubin) < 90:
-        raise ValueError(f"a cubin must be for sm_70 to sm_89, got sm_{arch(cubin)}")
+    if not 70 <= arch(cubin) <= 90:
+        raise ValueError(f"a cubin must be for sm_70 to sm_90, got sm_{arch(cubin)}")
     for function, code in sections(cubin).items():
-        for loop in product_loops(volta(code)):
-            yield function, usual_path(loop, masked=masked)
-
-
-@dataclass(frozen=True)
-class _Call:
-    batch: int
-    heads: int
-    tokens: int
-    causal: bool
-
-
-_CALLS = [
-    _Call(b, h, n, causal) for b, h in ((1, 8), (1, 32), (4, 32)) for n in (512, 2048, 8192) for causal in (False, True)
-]
-
-
-def planned(call: _Call, head_dim: int, machine: Machine) -> Plan:
-    """How the package takes a call."""
-    query = torch.empty(call.batch, call.heads, call.tokens, head_dim, dtype=torch.float16, device="meta")
-    whole = check_call(query, query, query, is_causal=call.causal)
-    return tensor_plan(whole, machine.num_sms, divmod(machine.arch, 10))
-
-
-def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None:
-    """Waste of self-attention calls of some sizes, in the kernels that the package chooses for them; listed: with even
-    distribution where the plan uses it."""
-    print(f"head_dim {head_dim}, {machine.name}: blocks on {machine.num_sms} multiprocessors\n")
-    head = (
-        "batch, heads, tokens, causal, rows per block, ranges of keys, listed blocks, of which parts of a tile, "
-        "wasted products, idle SM time"
-    )
-    print("| " + " | ".join(head.split(", ")) + " |\n" + "| --- " * 10 + "|")
-    for call in _CALLS:
-        plan = planned(call, head_dim, machine)
-        plan = plan if listed else plan.unlisted
-        own, splits, pieces = plan.forward.geometry, max(1, plan.splits), plan.pieces
-        assert isinstance(own, TensorGeometry)
-        allowed = (lambda i: (0, i + 1)) if call.causal else None
-        heads, places = call.batch * call.heads, own.blocks * machine.num_sms
-        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, pieces or splits)
-        blocks = (len(pieces.listed), pieces.slots) if pieces else (0, 0)
-        words = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no", own.rows, splits, *blocks]
-        print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
-
-
-def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterator[tuple[str, bytes, int, int]]:
-    """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, with such masks."""
-    from pascal_attn_core.fused.code.source import all_variants
-
-    for variant in all_variants():
-        if variant.kind in kinds and variant.mask == mask and not variant.padded:
-            cubin = compiled(variant, machine.arch).cubin
-            yield variant.name, cubin, variant.geometry.threads // _LANES, variant.geometry.blocks
+        for loop in product_loops(volta(code, arch(cubin))):
+            yield function, usual_path(loop, **rare)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cubin", type=Path, nargs="?")
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="no cubin: our kernels of these kinds")
-    parser.add_argument("--mask", choices=["none", "bool", "float"], default="none", help="for --kinds")
+    parser.add_argument("cubin", type=Path)
     parser.add_argument("--function", default="", help="part of the names of those to look at")
     parser.add_argument("--warps", type=int, default=8, help="of a block")
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
-    parser.add_argument("--machine", choices=MACHINES, nargs="+", default=["T4"])
+    parser.add_argument("--machine", choices=MACHINES, default="T4")
     parser.add_argument("--queue", type=int, default=192, help="cycles of work that wait before shared memory")
-    parser.add_argument("--calls", action="store_true", help="no cubin: what the shape of calls wastes")
-    parser.add_argument("--unlisted", action="store_true", help="for --calls: without even distribution")
-    parser.add_argument("--head-dim", type=int, default=64, help="for --calls")
     arguments = parser.parse_args()
-    machines = [replace(MACHINES[name], queue=arguments.queue) for name in arguments.machine]
-    if arguments.calls:
-        for machine in machines:
-            print_calls(arguments.head_dim, machine, listed=not arguments.unlisted)
-        return
-    if arguments.kinds:
-        print(HEAD)
-        for machine in machines:
-            for name, cubin, warps, blocks in own_cubins(arguments.kinds, machine, arguments.mask):
-                for masked in (False, True)[: 1 + (arguments.mask != "none")]:
-                    for _, path in paths(cubin, masked=masked):
-                        print(report(name + ", cut" * masked, path, machine, warps, blocks), flush=True)
-        return
-    if arguments.cubin is None:
-        parser.error("give a cubin, --kinds or --calls")
-    print(HEAD)
+    machine = replace(MACHINES[arguments.machine], queue=arguments.queue)
     for function, path in paths(arguments.cubin.read_bytes()):
-        for machine in machines if arguments.function in function else ():
-            print(report(function, path, machine, arguments.warps, arguments.blocks), flush=True)
+        if arguments.function in function:
+            share = simulate(path, machine, arguments.warps, arguments.blocks)
+            products = sum(x.is_product for x in path)
+            print(f"{function}: {len(path)} instructions, {products} products, {share:.0%} of the tensor cores' peak")
 
 
 if __name__ == "__main__":

@@ -235,8 +235,8 @@ def _fullness(rows: int, tile_rows: int) -> float:
 # 16 rows reads twice as much shared memory for each product as one with two. The second number: one block alone on its
 # multiprocessor.
 _SMALL_SPEED, _ALONE = 0.65, 0.6
-# Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
-# python -m tools.models.tensor --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
+# Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers, by
+# tools/models/tensor.py. Without a mask it is as fast.
 _LISTED_SPEED = 0.94
 # What joining parts costs, in multiply-adds of a query row with a key.
 _JOINING = 1 << 16
@@ -388,8 +388,9 @@ def _busiest(met: tuple[int, ...], units: int, splits: int, geometry: AnyGeometr
     keys: float
     if min(met) == max(met):  # tiles of one size come in whole rounds
         keys = each * longest
-    elif geometry.blocks == 1 and number <= _FOLLOWED:  # one head after the other
-        keys = busiest((-(-some // splits) for _ in range(units) for some in met for _ in range(splits)), num_sms)
+    elif each >= geometry.blocks and number <= _FOLLOWED:  # one head after the other
+        parts = (-(-some // splits) for _ in range(units) for some in met for _ in range(splits))
+        keys = geometry.blocks * busiest(parts, geometry.blocks * num_sms)
     else:  # many even out, and one that is left alone on its multiprocessor is faster
         keys = max(longest, units * sum(met) / num_sms)
     return geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)

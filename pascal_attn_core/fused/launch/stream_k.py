@@ -5,8 +5,9 @@ and ``volta_even`` has. From sizes alone.
 some tiles are cut, as McNaughton's rule does it (R. McNaughton, "Scheduling with deadlines and loss functions", 1959):
 the tiles fill one place of the card after the other, and a tile goes on in the next place where one is full. Tiles of
 different sizes, those of a causal rule, are rather put where they fit, the longest first, and only what is left is cut.
-Blocks that have most to do are launched first, so that each multiprocessor takes what fits when it is free. No block
-waits for another one: whichever is the last of a tile adds the parts (``cuda/tensor_even.cuh``).
+Where there are more of them than a launch can list, the first ones begin, in the order of the heads. Listed blocks that
+have most to do are launched first, so that each multiprocessor takes what fits when it is free. No block waits for
+another one: whichever is the last of a tile adds the parts (``cuda/tensor_even.cuh``).
 """
 
 from __future__ import annotations
@@ -107,18 +108,21 @@ def distribute(sizes: tuple[int, ...], units: int, cols: int, places: int) -> Pi
     """Return the blocks for ``units`` heads, each with row tiles that meet ``sizes`` tiles of ``cols`` keys, on a card
     that holds ``places`` blocks at a time. None: no cut is worth it, or the parameters of a launch do not hold them."""
     number, longest = len(sizes) * units, max(sizes, default=0)
-    whole = 0
     if number * longest == units * sum(sizes):  # equal ones: all but the last round and what is left over
         whole = max(0, number // places - 1) * places
+        before = [whole // places * longest * cols] * places
+    else:  # those that cannot be listed begin, and the longest of the others fill up what they leave
+        whole = max(0, number + places - MOST_PIECES)
+        before = [sizes[tile % len(sizes)] * cols for tile in range(min(whole, _MOST_TILES))]
     tiles = number - whole
-    if tiles + places > MOST_PIECES or tiles > _MOST_TILES or longest > _MOST_KEY_TILES or not longest:
+    if tiles + places > MOST_PIECES or len(before) == _MOST_TILES or longest > _MOST_KEY_TILES or not longest:
         return None
     listed = [sizes[tile % len(sizes)] for tile in range(whole, number)]
     found = _cut(listed, cols, places)
     if found is None:
         return None
     pieces = [piece._replace(tile=piece.tile + whole) for piece in found]
-    keys = whole // places * longest * cols + busiest((piece.cost(cols) for piece in pieces), places)
+    keys = busiest(itertools.chain(before, (piece.cost(cols) for piece in pieces)), places)
     return Pieces(whole, tuple(pieces), keys)
 
 

@@ -119,6 +119,21 @@ def _run(
     return out
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_a_causal_rule_tiles_may_come_before_those_that_are_listed(kind: str) -> None:
+    variant = Variant(kind, 64, "float16")
+    query, key, value = (
+        torch.randn(1, 2, 600, 64, generator=torch.Generator().manual_seed(i)).half() for i in range(3)
+    )
+    call, out = check_call(query, key, value, is_causal=True), torch.full_like(query, float("nan"))
+    sizes = key_tiles(Shape.of(call), variant.geometry)
+    longest, cut, shortest = sizes[2], sizes[1], sizes[0]
+    listed = Piece(5, 0, longest), Piece(4, 0, 3, 0, 0, 2), Piece(4, 3, cut, 0, 1, 2), Piece(3, 0, shortest)
+    emulate(forward_launches(call, Plan(variant, pieces=Pieces(3, listed)), out))
+    expected = exact((query, key, value), {"is_causal": True})[0]
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+
+
 def _variants(kind: str) -> list[Variant]:
     return [Variant(kind, 64, "float16"), Variant(kind, 64, "float16", "bool")]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from attn_support.fused.emulation import T4
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, explain
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.routes import prepared, short, torch_kernel
 
 H200 = replace(T4, name="NVIDIA H200", capability=(9, 0), num_sms=132)
@@ -81,3 +84,10 @@ def test_without_our_kernel_tiles_and_torchs_rewritten_form_are_timed(monkeypatc
         with fresh_card(StandIn(H200), clock, kind=UncheckedKernels) as kernels:
             monkeypatch.setattr(type(kernels), "machine_reasons", ("there is no driver",))
             assert _explained("decoding").startswith(expected)
+
+
+@pytest.mark.parametrize(("arch", "expected"), [("sm_75", 4), ("sm_80", 0), ("sm_90", 0)])
+def test_two_numbers_become_halves_by_one_instruction(arch: str, expected: int) -> None:
+    compiler = Mock()
+    CudaRuntime(find_compiler=lambda number: compiler).compile(Variant("tensor", 64, "float16"), arch)
+    assert compiler.compile.call_args.args[2]["PA_INTEGER_PACKED"] == expected

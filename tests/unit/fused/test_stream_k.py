@@ -67,6 +67,17 @@ def test_little_of_the_card_is_idle(heads: int, tokens: int, most: float, causal
     assert found.keys < busiest([size * 64 for size in sorted(sizes, reverse=True)] * heads, 40)
 
 
+@pytest.mark.parametrize("places", [40, 80])
+def test_more_tiles_than_a_launch_can_list_end_together(places: int) -> None:
+    sizes = tuple(4 * (i + 1) for i in range(16))
+    found = distribute(sizes, 32, 64, places)
+    assert found is not None
+    assert (found.whole, found.blocks) == (512 - MOST_PIECES + places, 512)
+    assert 1 - 32 * sum(sizes) * 64 / places / found.keys < 0.03
+    assert found.keys < 0.95 * busiest([size * 64 for size in sorted(sizes, reverse=True)] * 32, places)
+    assert _plan(32, 4096, V100, is_causal=True).pieces == distribute(sizes, 32, 64, 80)
+
+
 def _plan(heads: int, tokens: int, card: Any = T4, head_dim: int = 64, **rules: Any) -> Plan:
     query = torch.empty(1, heads, tokens, head_dim, dtype=torch.float16, device="meta")
     return tensor_plan(check_call(query, query, query, **rules), card.num_sms, card.capability)

@@ -228,11 +228,13 @@ def _chosen(heads: int, tokens: int, keys: int | None = None, **rules: Any) -> t
 
 
 def test_short_calls_take_small_tiles_where_their_busiest_multiprocessor_has_less_to_do() -> None:
-    """Under a causal rule large tiles spend a third of 512 tokens, and a fifth of 1,024, beyond their diagonals."""
-    for heads, tokens in ((16, 512), (8, 1024)):
-        assert _chosen(heads, tokens) == ("tensor", 0)
-        assert _chosen(heads, tokens, is_causal=True) == ("tensor_small", 1)
+    """Under a causal rule large tiles spend a third of 512 tokens beyond their diagonals."""
+    assert _chosen(16, 512) == _chosen(8, 1024) == ("tensor", 0)
+    assert _chosen(8, 512, is_causal=True) == ("tensor_small", 1)
+    assert _chosen(16, 512, is_causal=True) == ("tensor", 0)  # its last blocks would end later
+    assert _chosen(8, 1024, is_causal=True) == ("tensor_even", 0)
     assert _chosen(32, 2048, is_causal=True) == ("tensor_even", 0)
+    assert _plan((1, 8, 2048, 96), (1, 8, 2048, 96), is_causal=True).forward.kind == "tensor_even"  # of two blocks
     kind, splits = _chosen(8, 1, 4096)
     assert (kind, splits > 1) == ("tensor_small", True)
     assert _chosen(8, 1, 4096, is_causal=True, alignment="lower_right") == (kind, splits)
