@@ -184,6 +184,14 @@ def test_a_view_that_overlaps_nothing_stays_a_view() -> None:
     assert rows_overlap(query[:, :, :1].expand_as(query))
 
 
+@pytest.mark.parametrize("which", range(3))
+def test_one_tensor_whose_rows_overlap_keeps_a_call_from_being_short(which: int) -> None:
+    given = [torch.randn(1, 2, 50, 64) for _ in range(3)]
+    assert is_short(check_call(*given), AttentionConfig())
+    given[which] = _overlapping(50, step=2)
+    assert not is_short(check_call(*given), AttentionConfig())
+
+
 def test_too_large_to_be_copied_they_go_by_tiles_and_the_fused_kernels_only_read_them() -> None:
     query = _overlapping(500, step=2)
     config = AttentionConfig(math_limit_mib=0, budget_mib=0.2)
