@@ -45,8 +45,8 @@ def check(packs: dict[str, Pack], workers: int | None = None) -> None:
 
 
 def not_shipped(packs: dict[str, Pack], folder: Path, manifest: str) -> dict[str, Pack]:
-    """What of packs is not in those of a folder bit by bit: those were executed before they were written, and all of
-    them are each night."""
+    """The machine code of packs that is not in those of a folder bit by bit: that was executed before it was written,
+    and all of it is each night."""
     places = json.loads((folder / manifest).read_text())["packs"] if (folder / manifest).exists() else {}
 
     def ships(name: str) -> dict[str, bytes]:

@@ -32,8 +32,8 @@ _BOXES = frozenset({dict, OrderedDict, list, set})
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """What the code of known layers reads besides numbers, and what is called with it: two calls of a module whose
-    states have the same entries run the same code. It holds no weight and no module."""
+    """Return what the code of known layers reads besides numbers, and what is called with it: two calls of a module
+    whose states have the same entries run the same code. It holds no weight and no module."""
     found, state = [module], [nn.Module.__call__, torch.sigmoid, *_functions(vars(F))]
     for each in found:
         kind, own = type(each), each.__dict__

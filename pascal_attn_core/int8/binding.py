@@ -28,7 +28,7 @@ _Chosen = tuple[str, weakref.ref[nn.Module], str, str]  # the name that it had, 
 
 
 class Binding(Generic[Layer]):
-    """What was decided for a layer (whether it is on, rotation, error, times) is kept while it is detached. A binding
+    """This keeps what was decided for a layer (whether it is on, rotation, error, times) while it is detached. It
     serves several copies of a model (one per device) and keeps none of them alive.
 
     Args:

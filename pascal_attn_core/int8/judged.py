@@ -190,7 +190,7 @@ class Judged:
             self.refuse(self.why)
 
     def is_another(self) -> None:
-        """Its weight is another one from now on, which the next call is judged with."""
+        """Take note that the layer has another weight from now on, which the next call is judged with."""
         self.watch.forget()
 
     def is_trained(self, weight: Tensor | None) -> bool:

@@ -98,8 +98,8 @@ class Int8Report(AnyReport):
 
     @property
     def times(self) -> tuple[int, float, float, float]:
-        """Of the layers in 8 bits that were timed: their number, the milliseconds of one call of each as it was and as
-        it is, and the seconds that all their calls gained."""
+        """The number of layers in 8 bits that were timed, the milliseconds of one call of each as it was and as it is,
+        and the seconds that all their calls gained."""
         timed = [(line.float_ms, line.int8_ms, line.calls) for line in self.of(ON) if line.float_ms and line.int8_ms]
         before, after = (sum(each[i] for each in timed) for i in (0, 1))
         return len(timed), before, after, sum((was - now) * calls for was, now, calls in timed) / 1e3

@@ -161,8 +161,7 @@ def find_form(
     if isinstance(four, str):
         return [four]
     copied = _without_matrix_strides(four)
-    needed = sum(t.numel() * t.element_size() for t in copied.values())
-    if needed > copy_bytes:
+    if (needed := sum(t.numel() * t.element_size() for t in copied.values())) > copy_bytes:
         size = f"{needed >> 20} MiB"
         return [f"torch's kernel needs a copy that exceeds the budget ({size}): rows are not contiguous or overlap"]
     form = TorchForm(tuple(copied))
@@ -173,10 +172,8 @@ def find_form(
         return ["torch's kernel would keep a dense copy of the mask for the gradients"]
     if fused_takes(call, *four):
         return replace(form, q_step=q_step)
-    if call.groups > 1:
-        folded = _folded(call, four, form, q_step, copy_bytes)
-        if folded is not None:
-            return folded
+    if call.groups > 1 and (folded := _folded(call, four, form, q_step, copy_bytes)) is not None:
+        return folded
     if not named and flash_attn_triton.takes(call):
         return replace(form, by_package=True)
     if call.query.dtype == torch.bfloat16 and not call.needs_grad and not q_step:

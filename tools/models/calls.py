@@ -54,7 +54,7 @@ def round_cycles(variant: Variant, machine: Machine, **rare: bool) -> float:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _scalings(number: int) -> float:
-    """Of so many rounds, those in which eight rows have a new maximum."""
+    """The expected number of rounds, of so many, in which one of eight rows has a new maximum."""
     return sum(1 - (1 - 1 / t) ** 8 for t in range(1, number + 1))
 
 
@@ -85,7 +85,7 @@ def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[fl
 
 
 def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine) -> float:
-    """Of one launch."""
+    """The time of one launch."""
     own, usual = variant.geometry, round_cycles(variant, machine)
     rising = max(0.0, round_cycles(variant, machine, rises=True) - usual)
     cut = max(0.0, round_cycles(variant, machine, at_edge=True) - usual) if call.has_band else 0.0
@@ -98,7 +98,7 @@ def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: M
 
 
 class Size(NamedTuple):
-    """Of a call; ``window``: keys that a query sees at most, itself the last of them; 0 = all before it."""
+    """The size of a call; ``window``: keys that a query sees at most, itself the last of them; 0 = all before it."""
 
     batch: int
     heads: int
@@ -110,7 +110,7 @@ class Size(NamedTuple):
 
     @property
     def operations(self) -> int:
-        """Of the two products of the definition, a multiply-add counted as two; those of gradients are 2.5 times."""
+        """Operations of the two products of the definition, a multiply-add counted as two; gradients have 2.5 times."""
         tokens, most = self.tokens, self.window or self.tokens
         visible = sum(min(row + 1, most) for row in range(tokens)) if self.is_causal else tokens * tokens
         return 4 * self.batch * self.heads * visible * self.head_dim
@@ -118,7 +118,7 @@ class Size(NamedTuple):
 
 @functools.cache
 def seconds(size: Size, machine: Machine) -> tuple[float, float]:
-    """Of the kernels of a call in float16, on plain cores in float32: forward, and gradients."""
+    """The time of the kernels of a call in float16, on plain cores in float32: forward, and gradients."""
     dtype = torch.float16 if machine.product else torch.float32
     query, key = (
         torch.empty(size.batch, heads, size.tokens, size.head_dim, dtype=dtype, device="meta")
@@ -187,7 +187,7 @@ def table() -> str:
 
 
 def _cells(head_dim: int, card: Machine) -> Iterator[str]:
-    """Of one card, forward and gradients: the share of the peak, then rates of calls with a band."""
+    """The cells of one card, forward and gradients: the share of the peak, then rates of calls with a band."""
     whole = Size(1, HEADS, HEADS, 4096, head_dim)
     bands = [whole._replace(tokens=n, is_causal=True, window=w) for n, w in ((4096, 0), (2048, 0), (4096, 1024))]
     for i, products in enumerate((1.0, 3.5)):  # seven products of gradients, of which five are needed

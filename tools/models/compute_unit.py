@@ -155,7 +155,6 @@ class ComputeUnit:
 
     def _issue(self, wave: _Wave, e: Event, simd: int, cycle: int, taken: set[str]) -> None:
         """Issue an instruction if what it needs is free; long because each kind of instruction needs something else."""
-        timing = self._timing
         for queue in wave.counters.values():
             while queue and queue[0] <= cycle:
                 queue.popleft()
@@ -177,22 +176,22 @@ class ComputeUnit:
             self._vector_free[simd] = cycle + cycles
             self.vector_cycles += cycles
         elif e.kind in self._free:
-            pipe = (wave.group.number if e.kind == "lds" else simd // 2) % timing.pipes
+            pipe = (wave.group.number if e.kind == "lds" else simd // 2) % self._timing.pipes
             counter = "lgkmcnt" if e.kind == "lds" else e.counter
             queue, free = wave.counters[counter], self._free[e.kind]
-            if len(queue) >= timing.most[counter] or free[pipe] > cycle + _QUEUE:
+            if len(queue) >= self._timing.most[counter] or free[pipe] > cycle + _QUEUE:
                 return
             free[pipe] = max(cycle, free[pipe]) + e.cycles
             self.lds_cycles += e.cycles if e.kind == "lds" else 0
-            latency = timing.lds if e.kind == "lds" else timing.memory
+            latency = self._timing.lds if e.kind == "lds" else self._timing.memory
             queue.append(max(free[pipe] + latency, queue[-1] if queue else 0))
         elif e.kind == "scalar load":
             queue = wave.counters["lgkmcnt"]
-            queue.append(max(cycle + timing.scalar, queue[-1] if queue else 0))
+            queue.append(max(cycle + self._timing.scalar, queue[-1] if queue else 0))
         taken.add(e.kind)
         wave.at += 1
         wave.issued.append(cycle)
-        wave.ready = cycle + (timing.branch if e.kind == "branch" else timing.turn)
+        wave.ready = cycle + (self._timing.branch if e.kind == "branch" else self._timing.turn)
         if e.kind == "barrier":
             self._meet(wave, cycle)
 

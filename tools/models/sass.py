@@ -190,7 +190,7 @@ def usual_path(
 
 
 def _rare(part: list[Instruction]) -> str:
-    """What happens where a part is not skipped: the sums of rows are scaled, or scores at an edge forbidden."""
+    """Say what happens where a part is not skipped: the sums of rows are scaled, or scores at an edge forbidden."""
     number = Counter(x.kind for x in part)
     if any(x.is_product for x in part) or number["RCP"] > 1 or number["R2P"] or number["SHFL"]:
         return ""

@@ -28,7 +28,7 @@ class Row(NamedTuple):
     mask: str = "none"
 
     def variant(self, head_dim: int) -> Variant | None:
-        """Its kernel, where there is one."""
+        """The kernel of the row, where there is one."""
         return _VARIANTS.get((self.kind, head_dim, self.mask))
 
 

@@ -91,8 +91,8 @@ def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Wor
 
 
 def shifts(call: AttentionCall, view: View, table_dim: int) -> tuple[Tensor, Tensor]:
-    """What is subtracted from each key, ``[B, Hkv, D]``, and from each value, ``[B, Hkv, Dv]``, in float32: their means
-    over the keys that some row may look at.
+    """Return what is subtracted from each key, ``[B, Hkv, D]``, and from each value, ``[B, Hkv, Dv]``, in float32: the
+    means over the keys that some row may look at.
 
     The second is moved by up to half a step of 8 bits, so that the value of one key has no rounding error: the key with
     the highest score of the mean query. An attention sink has nearly all of the weight and often a small value; its own

@@ -162,7 +162,7 @@ def test_an_image_of_20_steps_is_checked_wherever_it_begins(branches: int) -> No
 
 
 def test_late_steps_are_checked_too() -> None:
-    """Of the last five steps of a run one is checked, and in five runs each of the first 18."""
+    """One of the last five steps of a run is checked, and each of the first 18 in five runs."""
     watch, seen = ErrorWatch(), set()
     for _ in range(5):
         counts = checked(watch, 18)
