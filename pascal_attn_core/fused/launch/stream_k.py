@@ -115,7 +115,7 @@ def distribute(sizes: tuple[int, ...], units: int, cols: int, places: int) -> Pi
         whole = max(0, number + places - MOST_PIECES)
         before = [sizes[tile % len(sizes)] * cols for tile in range(min(whole, _MOST_TILES))]
     tiles = number - whole
-    if tiles < 1 or tiles + places > MOST_PIECES or len(before) == _MOST_TILES or longest > _MOST_KEY_TILES or not longest:
+    if not 0 < tiles <= MOST_PIECES - places or len(before) == _MOST_TILES or longest > _MOST_KEY_TILES or not longest:
         return None
     listed = [sizes[tile % len(sizes)] for tile in range(whole, number)]
     found = _cut(listed, cols, places)
