@@ -1,5 +1,6 @@
 """FlexAttention in tiles: against the definition in float64, against torch's own function, and its memory."""
 
+import contextlib
 import copy
 import functools
 import io
@@ -17,8 +18,9 @@ import torch
 from attn_support.flex import applied, definition, scores_of
 from attn_support.randomness import some
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pascal_attn_core import AttentionConfig, patch_flex_attention, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.call.flex_rules import WINDOW, BlockRule, ScoreRule, Window, block_rule, known_of
 from pascal_attn_core.flex import create_block_mask, flex_attention
@@ -435,3 +437,33 @@ def test_refusals(change: dict[str, Any], error: type[Exception], words: str) ->
     query, key, value = inputs(2, tokens=200)
     with pytest.raises(error, match=words):
         flex_attention(query, key, value, **{"enable_gqa": True, **change})
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_without_data_there_are_shapes(kind: str) -> None:
+    mode = FakeTensorMode() if kind == "fake" else contextlib.nullcontext()
+    device = "meta" if kind == "meta" else "cpu"
+    with mode:
+        blocks = create_block_mask(MASKS["causal"], 2, HEADS, 9000, 9000, device=device)
+        query = torch.empty(2, HEADS, 9000, 16, device=device, requires_grad=True)
+        out, lse = flex_attention(query, query, query, SCORE_MODS["alibi"], blocks, return_lse=True)
+    assert (out.shape, lse.shape, out.requires_grad) == (query.shape, query.shape[:3], True)
+    assert blocks.kv_num_blocks.device.type == device
+
+
+def test_options_of_a_block_mask() -> None:
+    make = functools.partial(create_block_mask, MASKS["causal"], device="cpu")
+    with pytest.raises(TypeError, match="separate_full_block"):
+        make(None, None, 70, 70, separate_full_block=False)
+    with pytest.raises(ValueError, match="compute_dq_write_order must be False"):
+        make(None, None, 70, 70, compute_dq_write_order=True)
+    assert make(0, None, 70, 70).shape == (0, 1, 70, 70)
+    assert make(None, None, 70, 0).shape == (1, 1, 70, 0)
+    with torch.inference_mode():
+        assert not make(None, None, 70, 70).kv_num_blocks.is_inference()
+
+
+@pytest.mark.parametrize("route", ["torch", "math"])
+def test_other_routes_say_why_not(route: str) -> None:
+    with pytest.raises(UnsupportedAttention, match="score_mod"):
+        flex_attention(*inputs(), SCORE_MODS["alibi"], config=AttentionConfig(route=route))

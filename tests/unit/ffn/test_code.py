@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from attn_support.ffn_zoo import CASES, WIDTH, Case, Ffn, With
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core.ffn import FfnPatch, FfnReportLine, patch_ffn
 
@@ -143,3 +145,22 @@ def test_compiled_children_are_chunked_and_compiled_modules_say_why_not() -> Non
                 assert _line(patch).state == state
                 assert _line(patch).why
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("change", [lambda m, x: x * 2, lambda m, x: (x * 2).flip(1).exp()], ids=["on", "refused"])
+def test_within_a_checkpoint_of_the_user(change: Callable, use_reentrant: bool) -> None:
+    module, first, x = With(change), nn.Linear(16, 16), torch.randn(2, TOKENS, 16, requires_grad=True)
+    leaves = [x, *module.parameters(), *first.parameters()]
+
+    def gradients() -> Any:
+        out = checkpoint(lambda x: module(first(x)).exp(), x, use_reentrant=use_reentrant).sum()
+        for leaf in leaves:
+            leaf.grad = None
+        out.backward()
+        return [leaf.grad for leaf in leaves]
+
+    wanted = gradients()
+    with _patch(module):
+        for _ in range(3):
+            torch.testing.assert_close(gradients(), wanted, rtol=1e-4, atol=1e-3)

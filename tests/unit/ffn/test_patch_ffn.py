@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -263,3 +264,23 @@ def test_a_module_used_twice_is_patched_once() -> None:
 def test_arguments_that_cannot_be_used_are_named(options: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(options))):
         patch_ffn(Two(), **options)
+
+
+def test_threads_may_call() -> None:
+    module, x = Ffn().eval(), torch.randn(1, 64, 16)
+    with torch.no_grad():
+        expected, outs = module(x), []
+    with patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
+
+        def work() -> None:
+            with torch.no_grad():
+                outs.extend(module(x) for _ in range(20))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outs) == 80
+    for out in outs:
+        torch.testing.assert_close(out, expected)

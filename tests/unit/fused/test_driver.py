@@ -188,3 +188,22 @@ def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch: pytest.Monkey
     assert driver.asked["cuModuleLoadData"] == 1
     assert not kernels._checked
     assert not driver.queued
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("no room for the check"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=str,
+)
+def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Mock, error: Exception) -> None:
+    inputs = _inputs()
+    card.driver.execute = Mock(side_effect=error)
+    assert _route(inputs) == "math"
+    card.driver.execute = execute
+    time.now += fused_kernels.MEMORY_PAUSE
+    assert _route(inputs) == "fused"
+    assert card._checked

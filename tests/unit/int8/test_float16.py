@@ -98,3 +98,12 @@ def test_bad_arguments() -> None:
         patch_linear_float16(model(), include="nothing.*")
     with pytest.raises(ValueError, match="nothing"):
         patch_linear_float16(nn.Sequential(nn.ReLU()))
+
+
+@pytest.mark.usefixtures("float16_is_fast")
+def test_a_layer_of_zeros_is_exact_in_float16() -> None:
+    layer = nn.Sequential(nn.Linear(128, 64, bias=False)).requires_grad_(False)
+    layer[0].weight.zero_()
+    with patch_linear_float16(layer, include="*") as patch:
+        assert not layer(torch.randn(8, 128)).any()
+        assert [state.state for state in patch.report().states] == ["on"]
