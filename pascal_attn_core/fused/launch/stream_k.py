@@ -17,6 +17,7 @@ import ctypes
 import functools
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +32,9 @@ _LEAST = 2  # tiles of keys of a part
 PART_KEYS = 192
 # And a block that begins a further part: its rows of Q are 2 D bytes each, and it waits for its first keys.
 START_KEYS = 96
+
+
+Span = tuple[int, int, int]  # a tile of rows, and the tiles of keys that a piece of it meets: the first, the end
 
 
 class Piece(NamedTuple):
@@ -55,11 +59,14 @@ class Piece(NamedTuple):
         return who, self.first | self.end << 16
 
     def cost(self, cols: int) -> int:
-        """In keys, of which a tile has ``cols``. More than two parts are written by all and read by the last."""
-        keys = (self.end - self.first) * cols
-        if self.parts == 1:
-            return keys
-        return keys + PART_KEYS + (START_KEYS if self.first else 0) + (PART_KEYS if self.parts > 2 else 0)
+        """In keys, of which a tile has ``cols``."""
+        return _cost(self.first, self.end, self.parts, cols)
+
+
+def _cost(first: int, end: int, parts: int, cols: int) -> int:
+    """Of a piece, in keys: more than two parts are written by all and read by the last."""
+    keys = (end - first) * cols
+    return keys if parts == 1 else keys + PART_KEYS + (START_KEYS if first else 0) + (PART_KEYS if parts > 2 else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +144,7 @@ def busiest(costs: Iterable[int], places: int) -> int:
 def _cut(sizes: Sequence[int], cols: int, places: int) -> list[Piece] | None:
     """The pieces of these tiles, longest first, for which :func:`busiest` is least of those that were tried; None where
     they are nothing but equal tiles, or cannot be listed."""
-    best: tuple[int, list[Piece]] | None = None
+    best: tuple[int, list[Span]] | None = None
     for fill in (_one_after_the_other, _whole_ones_first):
         low, high = -(-sum(sizes) * cols // places), (max(sizes) + -(-sum(sizes) // places)) * cols
         while low < high:  # the least that a place may be given, in steps of half a tile of keys
@@ -147,14 +154,12 @@ def _cut(sizes: Sequence[int], cols: int, places: int) -> list[Piece] | None:
                 low = most + max(1, cols // 2)
                 continue
             high = most - max(1, cols // 2)
-            pieces = _numbered(spans)
-            pieces.sort(key=lambda piece: -piece.cost(cols))
-            keys = busiest((piece.cost(cols) for piece in pieces), places)
+            keys = busiest(_costs(spans, cols), places)
             if best is None or keys < best[0]:
-                best = keys, pieces
+                best = keys, spans
     if best is None:
         return None
-    pieces = best[1]
+    pieces = sorted(_numbered(best[1]), key=lambda piece: -piece.cost(cols))
     slots, parts = sum(piece.parts > 1 for piece in pieces), max(piece.parts for piece in pieces)
     listable = len(pieces) <= MOST_PIECES and slots <= _MOST_SLOTS and parts <= _MOST_PARTS
     return pieces if listable and (slots or min(sizes) < max(sizes)) else None
@@ -167,7 +172,7 @@ def _part(left: int, rest: int, first: int, cols: int) -> int:
     return fits if fits >= _LEAST else 0
 
 
-def _one_after_the_other(sizes: Sequence[int], cols: int, places: int, most: int) -> list[tuple[int, int, int]] | None:
+def _one_after_the_other(sizes: Sequence[int], cols: int, places: int, most: int) -> list[Span] | None:
     """(tile, first, end) of pieces that fill one place after the other with ``most`` keys at most, or None."""
     spans, left, used = [], most, 1
     for tile, size in enumerate(sizes):
@@ -190,7 +195,7 @@ def _one_after_the_other(sizes: Sequence[int], cols: int, places: int, most: int
     return spans
 
 
-def _whole_ones_first(sizes: Sequence[int], cols: int, places: int, most: int) -> list[tuple[int, int, int]] | None:
+def _whole_ones_first(sizes: Sequence[int], cols: int, places: int, most: int) -> list[Span] | None:
     """(tile, first, end) of pieces: best fit, longest first. Tiles that fit nowhere are cut, and their parts go to the
     emptiest places."""
     spans, room, to_cut = [], [(most, i) for i in range(places)], []
@@ -213,13 +218,19 @@ def _whole_ones_first(sizes: Sequence[int], cols: int, places: int, most: int) -
             spans.append((tile, first, first + fits))
             first += fits
             bisect.insort(room, (left - min(left, fits * cols + PART_KEYS + (START_KEYS if first else 0)), place))
-    return sorted(spans)
+    return spans
 
 
-def _numbered(spans: Sequence[tuple[int, int, int]]) -> list[Piece]:
-    """Spans in the order of their tiles, with the places of their sums in memory."""
+def _costs(spans: Sequence[Span], cols: int) -> list[int]:
+    """The costs of the pieces of these spans, the highest first."""
+    parts = Counter(tile for tile, _, _ in spans)
+    return sorted((_cost(first, end, parts[tile], cols) for tile, first, end in spans), reverse=True)
+
+
+def _numbered(spans: Sequence[Span]) -> list[Piece]:
+    """Pieces in the order of their tiles, with the places of their sums in memory."""
     pieces, slot = [], 0
-    for tile, group in itertools.groupby(spans, key=lambda span: span[0]):
+    for tile, group in itertools.groupby(sorted(spans), key=lambda span: span[0]):
         of_tile = list(group)
         is_cut = len(of_tile) > 1
         for part, (_, first, end) in enumerate(of_tile):
