@@ -115,7 +115,7 @@ class Int8Layers(Injection):
 
     def attach(self, patcher: Any) -> None:
         network = network_of(patcher)
-        for binding in _bindings[network].values():  # of other options, which another clone of the model has
+        for binding in _bindings.get(network, {}).values():  # of other options, which another clone of the model has
             binding.detach(network)
         if self.wanted.linear_layers:
             self.binding.attach(network, lambda name, module: LoadedWeight(patcher, name, module))
