@@ -138,6 +138,14 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
     assert all(type(p) is nn.Parameter for p in patcher.model.parameters())
 
 
+def test_a_copy_of_the_model_that_was_never_patched_itself_is_put_in_8_bits(layers: Any) -> None:
+    injection, copy = layers[0], Patcher.around(network())
+    injection.inject(copy)
+    copy.model.diffusion_model["blocks"][0]["ff"](torch.randn(32, 64))
+    assert injection.binding.report(copy.model.diffusion_model).count("on") == 1
+    injection.eject(copy)
+
+
 @pytest.mark.parametrize("is_faster", [True, False])
 @torch.no_grad()
 def test_the_record_of_layers_in_float16_says_what_one_run_did(is_faster: bool, stub_host: StubHost) -> None:
