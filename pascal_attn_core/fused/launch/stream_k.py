@@ -64,7 +64,7 @@ class Piece(NamedTuple):
 
 
 def _cost(first: int, end: int, parts: int, cols: int) -> int:
-    """Of a piece, in keys: more than two parts are written by all and read by the last."""
+    """The cost of a piece, in keys: more than two parts are written by all and read by the last."""
     keys = (end - first) * cols
     return keys if parts == 1 else keys + PART_KEYS + (START_KEYS if first else 0) + (PART_KEYS if parts > 2 else 0)
 
