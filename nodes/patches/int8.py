@@ -115,8 +115,9 @@ class Int8Layers(Injection):
 
     def attach(self, patcher: Any) -> None:
         network = network_of(patcher)
-        for binding in _bindings.get(network, {}).values():  # of other options, which another clone of the model has
-            binding.detach(network)
+        for bindings in list(_bindings.values()):  # other options of another clone, maybe of the model that this copies
+            for binding in bindings.values():
+                binding.detach(network)
         if self.wanted.linear_layers:
             self.binding.attach(network, lambda name, module: LoadedWeight(patcher, name, module))
 

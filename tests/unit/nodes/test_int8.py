@@ -143,7 +143,11 @@ def test_a_copy_of_the_model_that_was_never_patched_itself_is_put_in_8_bits(laye
     injection.inject(copy)
     copy.model.diffusion_model["blocks"][0]["ff"](torch.randn(32, 64))
     assert injection.binding.report(copy.model.diffusion_model).count("on") == 1
-    injection.eject(copy)
+    other = int8.Int8Layers(layers[1], int8.Int8Settings(0.04, "", "", "host", "auto"), "2")
+    other.inject(copy)
+    assert injection.binding.layers_of(copy.model.diffusion_model)[0].weight is None
+    other.eject(copy)
+    assert all(type(p) is nn.Parameter for p in copy.model.parameters())
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
