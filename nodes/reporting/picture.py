@@ -23,7 +23,7 @@ _SPELT = str.maketrans({"×": "x", "→": "->", "≥": ">=", "≤": "<=", "–":
 
 
 class Row(NamedTuple):
-    """What a row is about ("" where the row above says it), what there is to say, and a name in ``TONES``."""
+    """A row has a label ("" where the row above says it), a text, and a tone: a name in ``TONES``."""
 
     label: str
     text: str
