@@ -258,9 +258,6 @@ def test_what_ships_is_loaded_checked_timed_and_launched(tmp_path: Path) -> None
     assert {launch.variant.name for launch in kernels.queued} == {"split-64-float16-none"}
 
 
-# ---- what the check finds --------------------------------------------------------------------------------------------
-
-
 VARIANTS = (
     Variant("forward", 64, "float32"),
     Variant("forward", 128, "float16", "bool"),

@@ -134,8 +134,6 @@ def test_tiles_come_in_bands_and_long_launches_in_pieces() -> None:
     assert same(given.out, expected_product(given, "pa_gguf_linear"))
 
 
-# ---- the check at first use must be able to fail ---------------------------------------------------------------------
-
 EACH = [name for name, mutant in MUTANTS.items() if mutant.file.endswith("gguf_linear.cu")]
 
 
@@ -179,9 +177,6 @@ def test_a_kernel_without_any_one_barrier_or_its_second_buffer_is_wrong() -> Non
     buffer = "place = (int)sizeof(Buffer) - place;"
     for mutant, line in [*mutants, (text.replace(buffer, ";"), buffer)]:
         assert not is_right(mutant), line
-
-
-# ---- on a card that is not here --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

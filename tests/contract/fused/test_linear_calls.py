@@ -146,9 +146,6 @@ def test_the_kernels_are_tried_in_a_process_of_their_own_before_the_first_layer(
     assert len(start.jobs) == 1
 
 
-# ---- ways ------------------------------------------------------------------------------------------------------------
-
-
 _wide = functools.partial(_call, dtype=torch.float32)
 
 

@@ -73,9 +73,6 @@ def test_a_pack_is_only_written_when_all_that_is_new_in_it_was_executed_and_was_
     assert [prebuilt.load(variant, 61) for variant in pack] == list(codes.values())
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
-
-
 @at_night
 @pytest.mark.parametrize(("arch", "kind"), [(70, "volta"), (75, "tensor")])
 def test_an_addend_to_the_bits_of_products_is_lost(arch: int, kind: str) -> None:

@@ -229,8 +229,6 @@ def test_a_weight_that_was_replaced_is_the_hosts() -> None:
         assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
 
 
-# ---- inputs in 8 bits ------------------------------------------------------------------------------------------------
-
 IN_8_BITS = [name for name in FORMATS if not ways.why_not(name, 512)]
 
 

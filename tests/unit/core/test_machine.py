@@ -75,18 +75,13 @@ def test_the_peak_is_that_of_the_data_sheet(capability, num_sms: int, clock_mhz:
     assert DeviceInfo("hip", num_sms=60, clock_hz=10**9).fp32_flops == 0
 
 
-def _cache_folder(folder: Path, *caches: tuple[int, str, str, str]) -> Path:
-    for index, facts in enumerate(caches):
-        (folder / f"index{index}").mkdir()
-        for name, fact in zip(("level", "type", "size", "shared_cpu_list"), facts):
-            (folder / f"index{index}" / name).write_text(f"{fact}\n")
-    return folder
-
-
 def test_the_caches_of_a_core_are_read_from_linux(tmp_path: Path) -> None:
-    first = (1, "Data", "48K", "0,4"), (1, "Instruction", "32K", "0,4")
-    folder = _cache_folder(tmp_path, *first, (2, "Unified", "2M", "0,4"), (3, "Unified", "36864K", "0-7"))
-    caches = device_module.cpu_caches(folder)
+    kinds = ("1 Data 48K 0,4", "1 Instruction 32K 0,4", "2 Unified 2M 0,4", "3 Unified 36864K 0-7")
+    for index, facts in enumerate(kinds):
+        (tmp_path / f"index{index}").mkdir()
+        for name, fact in zip(("level", "type", "size", "shared_cpu_list"), facts.split()):
+            (tmp_path / f"index{index}" / name).write_text(f"{fact}\n")
+    caches = device_module.cpu_caches(tmp_path)
     assert caches == [(1, 48 << 10, 2), (2, 2 << 20, 2), (3, 36 << 20, 8)]
     assert device_module.core_l2_bytes(caches) == 2 << 20  # two threads of one core
     of_four_cores = [device_module.Cache(1, 1 << 15, 1), device_module.Cache(2, 4 << 20, 4)]

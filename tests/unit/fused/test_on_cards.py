@@ -174,9 +174,6 @@ def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: s
     assert torch.cuda.current_device() == 0
 
 
-# ---- what else asks whether it is on a card --------------------------------------------------------------------------
-
-
 CARD = torch.device("cuda")
 
 
@@ -290,8 +287,6 @@ def test_whatever_else_asks_for_cards_is_right_on_one() -> None:
     assert (failures := _failures(_others())) == [], "\n".join(failures)
     assert driver.problems == []
 
-
-# ---- the first use on a machine --------------------------------------------------------------------------------------
 
 _CHILD = """
 import sys, types

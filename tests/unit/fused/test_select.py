@@ -7,7 +7,7 @@ import torch
 from attn_support.fused.cases import whole
 from attn_support.fused.emulation import CARD
 
-from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.call import check_call
 from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import plan_call, variant_of
@@ -24,10 +24,6 @@ def _call(q: tuple = (1, 2, 9, 16), k: tuple = (1, 2, 9, 16), mask=None, dtype=t
 def _with_grad(head_dim: int = 16, **options):
     tensors = [torch.empty(1, 2, 9, head_dim, requires_grad=True) for _ in range(3)]
     return check_call(*tensors, **options)
-
-
-def _splits(call: AttentionCall) -> int:
-    return plan_call(call, CARD.num_sms).splits
 
 
 @pytest.mark.parametrize(
@@ -104,7 +100,7 @@ def test_one_query_fills_the_places_of_a_card_once() -> None:
 )
 def test_few_queries_take_small_tiles(queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool) -> None:
     call = _call((64, heads, queries, head_dim), (64, kv_heads, 4096, head_dim), enable_gqa=heads != kv_heads)
-    assert _splits(call) == (1 if packs else 0)
+    assert plan_call(call, CARD.num_sms).splits == packs
 
 
 def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
