@@ -26,7 +26,6 @@ from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
 CPU = torch.device("cpu")
-TABLES = (torch.int8, torch.float32)
 
 
 def expanded(blocks: Tensor, name: str, arithmetic: torch.dtype, table: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -50,7 +49,7 @@ def test_every_bit_is_that_of_the_definition(name: str, arithmetic: torch.dtype)
         blocks = torch.randint(0, 256, (first + count * size,), dtype=torch.uint8)[first:].view(count, size)
         blocks[-1] = 255
         for dtype in DTYPES:
-            for table in TABLES:
+            for table in (torch.int8, torch.float32):
                 right = expand(blocks.clone(), name, arithmetic, table=table).to(dtype)
                 assert same(expanded(blocks, name, arithmetic, table, dtype), right)
 

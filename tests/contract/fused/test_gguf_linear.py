@@ -29,7 +29,6 @@ from pascal_attn_core.reference.gguf_blocks import FORMATS
 CPU = torch.device("cpu")
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = [(variant.format, variant.rows) for variant in gguf_linear_variants()]
-OF_32 = [name for name in PRODUCT_FORMATS if FORMATS[name].weights == 32]
 
 
 def call(
@@ -68,7 +67,7 @@ def test_few_rows_have_a_kernel_of_their_own(name: str) -> None:
         used = gguf_linear_launches(given)[-1].function
         assert used == ("pa_gguf_few" if count <= 4 else "pa_gguf_some")
         check(given)
-    if name in OF_32:
+    if name in [name for name in PRODUCT_FORMATS if FORMATS[name].weights == 32]:
         for function, columns in itertools.product(FEW, (32, 96)):
             check(call(name, 2, 19, columns, bias=False), 8, function)
 

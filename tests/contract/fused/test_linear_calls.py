@@ -4,6 +4,7 @@ import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -203,11 +204,6 @@ def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
 def test_int_mm_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LinearWays(Runtime(CPU)).why_no_int_mm == ""
 
-    def broken(*_: object) -> torch.Tensor:
-        raise RuntimeError("_int_mm is only supported on cards of compute capability 7.5\nand more")
-
-    monkeypatch.setattr(torch, "_int_mm", broken)
-    assert (
-        LinearWays(Runtime(CPU)).why_no_int_mm
-        == "torch._int_mm: _int_mm is only supported on cards of compute capability 7.5"
-    )
+    words = "_int_mm is only supported on cards of compute capability 7.5"
+    monkeypatch.setattr(torch, "_int_mm", Mock(side_effect=RuntimeError(f"{words}\nand more")))
+    assert LinearWays(Runtime(CPU)).why_no_int_mm == f"torch._int_mm: {words}"

@@ -25,7 +25,6 @@ from attn_support.comfy.server import ComfyServer, Host, base_directory
 HERE = Path(__file__).parent
 SUPPORT = HERE.parents[1] / "support" / "comfy" / "inside"
 PROBE_PACK = HERE / "probe_pack"
-BUILDER = SUPPORT / "comfy_tiny_build.py"
 RUNNING: list[ComfyServer] = []
 
 
@@ -66,7 +65,7 @@ def tiny_models(comfy_host: Host, tmp_path_factory: pytest.TempPathFactory) -> t
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not manifest.is_file():
-            run_host(comfy_host, [str(BUILDER)], TINY_MODELS=str(folder))
+            run_host(comfy_host, [str(SUPPORT / "comfy_tiny_build.py")], TINY_MODELS=str(folder))
     return folder, json.loads(manifest.read_text())
 
 

@@ -229,10 +229,7 @@ def test_a_weight_that_was_replaced_is_the_hosts() -> None:
         assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
 
 
-IN_8_BITS = [name for name in FORMATS if not ways.why_not(name, 512)]
-
-
-@pytest.mark.parametrize("name", IN_8_BITS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if not ways.why_not(name, 512)])
 def test_int8_takes_layers_of_each_format(name: str) -> None:
     module, x = layer(name), torch.randn(2, 65, 512)
     x[..., ::64] *= 50  # eight channels

@@ -11,11 +11,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from pascal_attn_core import patch_flex_attention, record
 from pascal_attn_core.transformers import make_hf_attention_fn, register_with_transformers, unsupported_reason
 
-INTERFACES = (AttentionInterface, AttentionMaskInterface)
-
 
 def behind(name: str) -> list[object]:
-    return [interface._global_mapping.get(name) for interface in INTERFACES]
+    return [interface._global_mapping.get(name) for interface in (AttentionInterface, AttentionMaskInterface)]
 
 
 def test_attention_and_mask_function_are_registered_and_removed_together() -> None:

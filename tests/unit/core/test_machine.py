@@ -141,23 +141,16 @@ def test_of_several_cards_it_is_the_one_in_this_place(topology) -> None:
     assert true_arch(NOWHERE, OVERRIDE, folder) == UNKNOWN  # an older torch does not say where a card is
 
 
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch):
-    """Lets torch be a ROCm build with one card of these properties."""
-
+def test_a_card_is_known_by_its_architecture_also_what_an_older_torch_does_not_say(monkeypatch) -> None:
     common = {"name": "AMD Radeon VII", "major": 9, "minor": 0, "multi_processor_count": 60, "total_memory": 16 << 30}
+    monkeypatch.setattr(torch.version, "hip", "6.3.42131")
+    monkeypatch.delenv("HSA_OVERRIDE_GFX_VERSION", raising=False)
 
-    def install(**facts: object) -> device_module.DeviceInfo:
+    def rocm(**facts: object) -> device_module.DeviceInfo:
         properties = types.SimpleNamespace(**{**common, **facts})
-        monkeypatch.setattr(torch.version, "hip", "6.3.42131")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        monkeypatch.delenv("HSA_OVERRIDE_GFX_VERSION", raising=False)
         return device_module._cuda_info(0)
 
-    return install
-
-
-def test_a_card_is_known_by_its_architecture_also_what_an_older_torch_does_not_say(rocm) -> None:
     info = rocm(gcnArchName="gfx906:sramecc+:xnack-", L2_cache_size=4 << 20, warp_size=64)
     assert (info.kind, info.arch, info.known_arch, info.capability) == ("hip", "gfx906", "gfx906", None)
     assert (info.num_sms, info.wave_size, info.l2_bytes, info.is_rdna) == (60, 64, 4 << 20, False)

@@ -19,13 +19,12 @@ def graph(**kinds: tuple[str, dict[str, str]]) -> dict[str, Any]:
 
 
 MERGE = ("ModelMergeSimple", {"model1": "load", "model2": "patch"})
-LORA = ("LoraLoaderModelOnly", {"model": "patch"})
 
 
 SUBTRACT = ("ModelSubtract", {"model1": "load", "model2": "lora"})
 GIVEN = {
     "weights only": ({"merge": MERGE}, "ModelMergeSimple takes only the weights of model2"),
-    "behind a LoRA": ({"lora": LORA, "merge": SUBTRACT}, "ModelSubtract"),
+    "behind a LoRA": ({"lora": ("LoraLoaderModelOnly", {"model": "patch"}), "merge": SUBTRACT}, "ModelSubtract"),
     "model1": ({"merge": ("ModelMergeSimple", {"model1": "patch", "model2": "load"})}, ""),
     "sampled beside": ({"merge": MERGE, "other": ("KSampler", {"model": "patch"})}, ""),
     "a guider": ({"merge": ("BasicGuider", {"model": "patch"})}, ""),
