@@ -234,9 +234,7 @@ def test_a_kernel_that_torch_promises_and_that_raises_is_left_with_one_warning(
         sdpa(*leaves, config=TORCH)
 
 
-def test_a_call_that_torch_refuses_bans_its_kernel_for_calls_like_it_alone(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_torch_refuses_bans_its_kernel_for_calls_like_it_alone(runtime: Runtime, monkeypatch) -> None:
     """More heads than a grid has blocks, a kernel that a program forces, forward mode."""
     monkeypatch.setattr(torch_faults, "MOST_BLOCKS", 9)
     spatial, temporal = torch.randn(1, 2, 700, 16), torch.randn(1, 10, 700, 16)

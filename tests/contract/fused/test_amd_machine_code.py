@@ -144,9 +144,7 @@ def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> 
 
 
 @pytest.mark.parametrize("variant", some((v for v in _SHIPPED if v.kind == "int8"), 2), ids=lambda v: v.name)
-def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
-    variant: Variant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_8_bit_attention_has_the_bits_of_its_definition(variant: Variant, monkeypatch) -> None:
     """The definition takes the exp2 and log2 of this machine."""
     for name in ("exp2", "log2"):
         wide = getattr(torch, name)

@@ -156,9 +156,7 @@ def test_matrix_units_are_taken_where_they_are_faster_than_our_other_kernel_and_
         assert route_of(query, query, query, config=AUTO) == route
 
 
-def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(
-    no_torch_kernel: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(no_torch_kernel: None, monkeypatch) -> None:
     fails = Mock(side_effect=RuntimeError("HIP error: invalid device function"))
     monkeypatch.setattr(timing, "torch_sdpa", fails)
     with fresh_card(HipStandIn(RADEON_VII, execute), passing_time), record() as report:

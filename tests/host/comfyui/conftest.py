@@ -96,9 +96,7 @@ StartServer = Callable[..., ComfyServer]
 
 
 @pytest.fixture(scope="session")
-def start_server(
-    comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartServer]:
+def start_server(comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory) -> Iterator[StartServer]:
     """``start_server(*arguments, packs=..., placed={"folder": ...}, VARIABLE="1")`` waits until it answers."""
 
     def start(
@@ -151,9 +149,7 @@ def run_host(host: Host, arguments: list[str], timeout_s: float = 1800, **enviro
 
 
 @pytest.fixture(scope="session")
-def host_script(
-    comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., str]:
+def host_script(comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory) -> Callable[..., str]:
     """``host_script(code, *arguments of ComfyUI)``: what code after ``from comfy_inproc import *`` printed there."""
 
     def run(code: str, *arguments: str) -> str:

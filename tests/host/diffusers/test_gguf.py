@@ -209,9 +209,7 @@ def test_layers_that_diffusers_own_kernels_compute_are_left_to_them(monkeypatch:
         patch_gguf(layer("Q8_0"))
 
 
-def test_a_layer_that_others_wrapped_while_patched_passes_calls_through(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_layer_that_others_wrapped_while_patched_passes_calls_through(monkeypatch, caplog) -> None:
     module, x = layer("Q8_0"), torch.randn(3, 512)
     expected = module(x)
     with patch_gguf(module):

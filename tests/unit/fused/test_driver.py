@@ -122,9 +122,7 @@ def test_a_backward_pass_that_is_refused_is_made_by_tiles(card: CardKernels, com
 
 
 @pytest.mark.parametrize("function", ["cuModuleLoadData", "cuLaunchKernel", "cuDevicePrimaryCtxRetain"])
-def test_a_lack_of_memory_passes(
-    card: CardKernels, time: Mock, caplog: pytest.LogCaptureFixture, function: str
-) -> None:
+def test_a_lack_of_memory_passes(card: CardKernels, time: Mock, caplog, function: str) -> None:
     inputs = _inputs()
     card.driver.faults[function] = 2
     with caplog.at_level(logging.WARNING, logger="pascal_attn"):

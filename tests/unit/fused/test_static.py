@@ -6,7 +6,6 @@ The whole table takes most of an hour (``python tools/fused.py table``): a few o
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import earlier
@@ -39,9 +38,7 @@ def _drawn(count: int) -> list[tuple[str, int]]:
     return random.Random(seeds(1)[0]).sample(cells, min(count, len(cells)))
 
 
-def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(tmp_path, monkeypatch) -> None:
     def compile_(text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled:
         made.append(f"{macros} {arch} {earlier.OPTIONS}")
         return nvrtc.Compiled(made[-1].encode(), "")

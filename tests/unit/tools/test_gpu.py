@@ -260,9 +260,7 @@ def _tests_of(tmp_path: Path, others: str) -> tuple[Job, Callable[[], list[str]]
 
 
 @posix_only
-def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(tmp_path, monkeypatch, capsys) -> None:
     job, ran = _tests_of(tmp_path, _BAD)
     said: dict[str, float] = {}
     monkeypatch.setattr(command, "say", lambda name, text, seconds=None: said.update({text: time.monotonic()}))

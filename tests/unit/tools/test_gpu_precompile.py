@@ -27,9 +27,7 @@ def _source_of(version: tuple[int, int]) -> str:
 
 @at_night
 @pytest.mark.skipif(nvrtc.find(61) is None, reason="needs an NVRTC that compiles for sm_61")
-def test_a_card_finds_what_was_compiled_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_card_finds_what_was_compiled_without_it(tmp_path, monkeypatch, capsys) -> None:
     library = nvrtc.find(61)
     assert library is not None
     version = library.version
