@@ -32,12 +32,6 @@ def _cubin(variant: Compilation, arch: int = 61) -> bytes:
     return tool.compiled(variant, arch).cubin if shipped is None else shipped
 
 
-def _drawn(count: int) -> list[tuple[str, int]]:
-    """Variants of the table, the same in all processes of a run."""
-    cells = [(name, arch) for name, row in sorted(tool.read_table().items()) for arch in sorted(row)]
-    return random.Random(seeds(1)[0]).sample(cells, min(count, len(cells)))
-
-
 def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(tmp_path, monkeypatch) -> None:
     def compile_(text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled:
         made.append(f"{macros} {arch} {earlier.OPTIONS}")
@@ -60,7 +54,8 @@ def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(tmp_pa
 @needs_nvrtc
 @pytest.mark.parametrize("place", range(times(2)))
 def test_ptxas_says_what_the_table_says(place: int) -> None:
-    name, arch = _drawn(times(2))[place]
+    cells = [(name, arch) for name, row in sorted(tool.read_table().items()) for arch in sorted(row)]
+    name, arch = random.Random(seeds(1)[0]).sample(cells, times(2))[place]  # the same in all processes of a run
     variant = next(v for v in tool.every_variant() if v.name == name)
     found, shared = tool.usage(tool.compiled(variant, arch).log)
     expected, expected_shared = tool.read_cell(tool.read_table()[name][arch])
