@@ -21,7 +21,6 @@ from attn_support.comfy.graph import (
 )
 from attn_support.comfy.server import ComfyServer
 
-PROBE_PACK = Path(__file__).parent / "probe_pack"
 ROUNDING = 3e-5
 PACKS = {
     "KJNODES": "PathchSageAttentionKJ",  # a node by which the pack is known to have loaded
@@ -48,7 +47,7 @@ def crowded(start_server: Callable[..., ComfyServer]) -> ComfyServer:
     folders = [Path(folder) for folder in FOLDERS.values() if folder]
     if not folders:
         pytest.skip("no folder of another pack is given")
-    return start_server("--use-pytorch-cross-attention", packs=(PROBE_PACK, *folders))
+    return start_server("--use-pytorch-cross-attention", packs=(Path(__file__).parent / "probe_pack", *folders))
 
 
 def known(server: ComfyServer, pack: str, node: str = "") -> dict:

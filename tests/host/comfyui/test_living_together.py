@@ -171,9 +171,6 @@ def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patc
     assert [(run.taken, run.passed) for run in patch_runs(outcome.log)] == [(2 * calls, 0)]
 
 
-# ---- the other nodes -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["minimax_h3"], indirect=True)
 def test_chunked_the_latent_is_the_same(server: ComfyServer, family: str) -> None:
     ours = sample(server, family, CHUNKING)

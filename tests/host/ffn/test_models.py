@@ -17,8 +17,6 @@ from pascal_attn_core.ffn import FfnReport, patch_ffn
 from tools.families import families
 from tools.families.proof import outputs
 
-IDS = torch.randint(0, 90, (2, 48), generator=torch.Generator().manual_seed(0))
-
 
 def _same_output_sliced(model: nn.Module, call: Callable[[nn.Module], Tensor], tokens: int = 8) -> FfnReport:
     torch.manual_seed(0)
@@ -65,7 +63,7 @@ SMALL = {
 
 
 def _logits(model: nn.Module) -> Tensor:
-    out = model(input_ids=IDS)
+    out = model(input_ids=torch.randint(0, 90, (2, 48), generator=torch.Generator().manual_seed(0)))
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 

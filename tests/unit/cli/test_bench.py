@@ -1,15 +1,16 @@
-"""`pascal-attn bench` at tiny sizes: who runs, what is measured, what is left out and said so."""
+"""`pascal-attn bench` at tiny sizes: who runs, what is measured, what is left out and said so; ``--linear``."""
 
 import dataclasses
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pascal_attn_core import cli
-from pascal_attn_core.cli.bench import length, shapes
+from pascal_attn_core.cli.bench import length, linear, shapes
 from pascal_attn_core.cli.bench.candidates import (
     BASELINE,
     Candidate,
@@ -19,6 +20,7 @@ from pascal_attn_core.cli.bench.candidates import (
     race,
 )
 from pascal_attn_core.cli.bench.contest import BenchSettings
+from pascal_attn_core.cli.bench.linear import Layer, race_layer
 from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
 
@@ -82,17 +84,10 @@ def test_forward_and_backward_together_are_checked_against_float64_gradients(nam
         assert found[one].seconds > 0
 
 
-def raises(error):
-    def attend(query, key, value):
-        raise error
-
-    return attend
-
-
 def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
     broken = {
-        "broken": raises(IndexError("list index out of range")),
-        "refuses": raises(UnsupportedAttention("tiled", ["too small", "too odd"])),
+        "broken": Mock(side_effect=IndexError("list index out of range")),
+        "refuses": Mock(side_effect=UnsupportedAttention("tiled", ["too small", "too odd"])),
         "wrong": lambda query, key, value: query[:, :1],
         "nan": lambda query, key, value: torch.full_like(query, math.nan),
     }
@@ -152,3 +147,32 @@ def test_the_plot_is_a_picture(tmp_path, capsys, monkeypatch) -> None:
     assert cli.main(["bench", "--plot", str(tmp_path / "length.png")]) == 0
     assert (tmp_path / "length.png").read_bytes().startswith(b"\x89PNG")
     assert "2,048" in capsys.readouterr().out
+
+
+LAYER = Layer("tiny", "a small layer", rows=100, columns=64, outs=48)
+
+
+def test_every_way_is_timed_and_its_error_measured():
+    figures = {f.name: f for f in race_layer(LAYER, torch.device("cpu"), BenchSettings(rounds=2))}
+    eight_bit = ("int8", "int8 by float", "int8, rotated by 64", "int8 eager")
+    assert set(figures) == {"float32", "float16", "bfloat16", *eight_bit}
+    assert all(f.seconds and f.ratio and f.flops for f in figures.values())
+    assert figures["float32"].ratio == 1.0
+    assert figures["float32"].error < 1e-6 < figures["float16"].error < figures["bfloat16"].error < 0.01
+    assert 0.004 < figures["int8 by float"].error < figures["int8"].error < 0.02
+    assert figures["int8 eager"].error == pytest.approx(figures["int8"].error, rel=0.01)
+    assert figures["int8"].ran == "int_mm"
+    assert figures["int8 eager"].extra_bytes > 0
+
+
+def test_the_command_prints_a_table_of_layers_and_writes_its_figures(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(linear, "LAYERS", (LAYER, Layer("narrow", "12 features", rows=3, columns=12, outs=5)))
+    path = tmp_path / "figures.json"
+    assert cli.main(["bench", "--linear", "--shapes", "all", "--rounds", "1", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "tiny: a small layer, 100 x 64 -> 48" in out
+    assert "vs float32" in out
+    found = json.loads(path.read_text())
+    assert [report["layer"]["name"] for report in found["layers"]] == ["tiny", "narrow"]
+    assert found["command"].startswith("pascal-attn bench --linear")
+    assert {"torch", "python"} <= set(found["versions"])

@@ -108,15 +108,11 @@ def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict) -> No
     assert torch.equal(sdpa(query, query, query, **options), watched)
 
 
-def _given_results() -> dict[str, Any]:
-    query, key, value = _qkv(40, 50)
-    out, lse = sdpa_with_lse(query, key, value)
-    return {"grad_out": torch.randn_like(out), "query": query, "key": key, "value": value, "out": out, "lse": lse}
-
-
 @pytest.mark.parametrize("name", ["grad_out", "out", "lse", "grad_lse"])
 def test_results_that_do_not_fit_are_refused_by_sdpa_backward(name: str) -> None:
-    given = _given_results()
+    query, key, value = _qkv(40, 50)
+    out, lse = sdpa_with_lse(query, key, value)
+    given = {"grad_out": torch.randn_like(out), "query": query, "key": key, "value": value, "out": out, "lse": lse}
     right = given.get(name, given["lse"])
     for wrong in (right.long(), "out", *([None] if name != "grad_lse" else [])):
         with pytest.raises(TypeError, match=f"{name} must be a float tensor, got"):

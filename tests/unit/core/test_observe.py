@@ -110,9 +110,6 @@ def test_it_is_this_threads_alone_and_nests() -> None:
     assert set(seen) == {"inner", "outer"}
 
 
-SCALARS = 64  # bytes: numbers that a kernel wraps into a tensor by itself
-
-
 def allocator_peak(fn, *args):
     """The peak according to every allocation and release that torch's CPU allocator reports."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
@@ -168,7 +165,7 @@ def query():
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: getattr(fn, "__name__", "custom_operator"))
 def test_the_peak_equals_that_of_the_allocator(fn, query):
     expected = allocator_peak(fn, query)
-    assert measure(fn, query).peak_bytes == pytest.approx(expected, abs=SCALARS)
+    assert measure(fn, query).peak_bytes == pytest.approx(expected, abs=64)
 
 
 def test_a_storage_older_than_the_block_is_free_unless_it_grows_and_makes_room_once_it_is_freed():

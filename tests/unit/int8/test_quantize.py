@@ -7,7 +7,6 @@ from pascal_attn_core.int8 import Int8Matrix, quantize_rows, rotate
 from pascal_attn_core.reference.int8_rows import LEAST_SCALE
 
 ROTATIONS = (0, 4, 16, 64, 256)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def hadamard(size: int) -> torch.Tensor:
@@ -29,7 +28,7 @@ def test_rotation_is_the_product_with_the_hadamard_matrix_of_each_group(size: in
     assert torch.allclose(rotate(rotate(x, size), size), x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [0, 64])
 def test_codes_and_scales_are_those_of_the_definition(dtype: torch.dtype, size: int) -> None:
     x = (torch.randn(37, 192) * torch.logspace(-6, 3, 37)[:, None]).to(dtype)

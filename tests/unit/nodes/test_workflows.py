@@ -26,11 +26,6 @@ def values(node: dict[str, Any]) -> list[Any]:
 BYPASSED = 4  # the mode of a node that stands there for the user to switch on
 
 
-def running(workflow: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    nodes = (node for node in workflow["nodes"] if node["type"] not in files.PAGES and node["mode"] != BYPASSED)
-    return {str(node["id"]): node for node in nodes}
-
-
 def sources(workflow: dict[str, Any]) -> dict[int, list[Any]]:
     """Link -> node and output that it comes from, past the bypassed nodes."""
     found = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
@@ -60,7 +55,8 @@ def test_the_pictures_of_the_documents_show_the_nodes_as_they_are() -> None:
 @every_workflow
 def test_both_twins_are_the_same_graph(name: str) -> None:
     workflow, prompt = files.opened(name), files.prompt_of(name)
-    nodes = running(workflow)
+    runs = (node for node in workflow["nodes"] if node["type"] not in files.PAGES and node["mode"] != BYPASSED)
+    nodes = {str(node["id"]): node for node in runs}
     kinds = {key: node["class_type"] for key, node in prompt.items()}
     assert {key: node["type"] for key, node in nodes.items()} == kinds
     links = sources(workflow)
@@ -125,14 +121,10 @@ def test_one_workflow_has_every_node_that_a_model_of_comfyui_can_use() -> None:
     assert [kind for kind, mode in found.items() if mode == BYPASSED] == ["Pascal8Bit"], "it is not exact"
 
 
-def note_of(workflow: dict[str, Any]) -> str:
-    return next(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in files.PAGES)
-
-
 @every_workflow
 def test_what_a_workflow_needs_is_named_in_its_short_note_and_known_to_the_front_end(name: str) -> None:
-    workflow = files.opened(name)
-    note, nodes = note_of(workflow), workflow["nodes"]
+    nodes = files.opened(name)["nodes"]
+    note = next(node["widgets_values"][0] for node in nodes if node["type"] in files.PAGES)
     loaded = {value for node in nodes for value in values(node) if str(value).endswith((".safetensors", ".gguf"))}
     models = [model for node in nodes for model in node.get("properties", {}).get("models", [])]
     assert loaded == {model["name"] for model in models} != set()
