@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support import fresh
 
 from pascal_attn_core import cli
 from pascal_attn_core.cli.bench import length, linear, shapes
@@ -23,6 +24,7 @@ from pascal_attn_core.cli.bench.contest import BenchSettings
 from pascal_attn_core.cli.bench.linear import Layer, race_layer
 from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
+from tools import peers
 
 TINY = {
     "plain": Shape("plain", "a tiny call", 1, 2, 2, 48, 40, 16),
@@ -176,3 +178,36 @@ def test_the_command_prints_a_table_of_layers_and_writes_its_figures(tmp_path, c
     assert [report["layer"]["name"] for report in found["layers"]] == ["tiny", "narrow"]
     assert found["command"].startswith("pascal-attn bench --linear")
     assert {"torch", "python"} <= set(found["versions"])
+
+
+def test_a_peer_is_imported_where_it_runs_and_leaves_torchs_function_alone() -> None:
+    pytest.importorskip("pascal_attn")
+    pytest.importorskip("noflash_attention")
+    fresh.run(
+        """
+        import sys
+        import torch
+        import torch.nn.functional as F
+        from pascal_attn_core.cli.bench.candidates import race
+        from pascal_attn_core.cli.bench.contest import BenchSettings
+        from pascal_attn_core.cli.bench.shapes import Shape
+        from tools.peers import installed
+
+        original = F.scaled_dot_product_attention
+        found = installed()
+        assert len(found) == 6
+        assert not {"noflash_attention", "pascal_attn"} & set(sys.modules)
+        call = Shape("tiny", "a tiny call", 1, 2, 2, 48, 40, 16, mask="bool").make()
+        for backward in (False, True):
+            results = race(call, found, BenchSettings(rounds=1, backward=backward))
+            right = [result.name for result in results if not result.note and result.error < 1e-5]
+            assert len(right) == 6 - 2 * backward, results  # two work in place: no gradients
+        assert F.scaled_dot_product_attention is original
+        """
+    )
+
+
+def test_missing_peers_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert peers.installed() == []
+    assert capsys.readouterr().out.count("is not installed: not compared") == 2
