@@ -10,6 +10,7 @@ from attn_support.fused.device import execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, emulate
 from attn_support.fused.trials import Starter, tried
+from attn_support.oracle import same_bits
 from attn_support.randomness import some
 from mutants import MUTANTS
 from torch import Tensor
@@ -33,13 +34,6 @@ def expanded(blocks: Tensor, name: str, arithmetic: torch.dtype, table: torch.dt
     return out
 
 
-def same(found: Tensor, right: Tensor) -> bool:
-    """Whether both have the same bits, those of zeros included; any NaN is as good as another."""
-    nan = right.isnan()
-    bits = [t.masked_fill(nan, 0).view(torch.int16) for t in (found, right)]
-    return torch.equal(found.isnan(), nan) and torch.equal(*bits)
-
-
 @pytest.mark.parametrize("arithmetic", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_bit_is_that_of_the_definition(name: str, arithmetic: torch.dtype) -> None:
@@ -50,7 +44,7 @@ def test_every_bit_is_that_of_the_definition(name: str, arithmetic: torch.dtype)
         for dtype in DTYPES:
             for table in (torch.int8, torch.float32):
                 right = expand(blocks.clone(), name, arithmetic, table=table).to(dtype)
-                assert same(expanded(blocks, name, arithmetic, table, dtype), right)
+                assert same_bits(expanded(blocks, name, arithmetic, table, dtype), right)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -60,7 +54,7 @@ def test_zero_and_subnormal_scales(name: str) -> None:
     blocks[:4] = 0
     for arithmetic in DTYPES:
         right = expand(blocks, name, arithmetic)
-        assert same(expanded(blocks, name, arithmetic, torch.int8, arithmetic), right)
+        assert same_bits(expanded(blocks, name, arithmetic, torch.int8, arithmetic), right)
 
 
 def test_every_format_that_is_not_a_dtype_has_a_kernel() -> None:

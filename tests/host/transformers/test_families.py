@@ -146,12 +146,6 @@ ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": 
 ONE_LAYER |= {"num_attention_heads": 2, "hidden_size": 32, "head_dim": 16}
 
 
-def peak(model: Any, inputs: dict[str, Any]) -> PeakMemory:
-    with torch.no_grad(), PeakMemory("cpu") as memory:
-        model.model(**inputs, use_cache=False)
-    return memory
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "llama4", "packed"])
 def test_nothing_of_the_size_of_the_mask_exists(family: str) -> None:
     own = {"mistral": {"sliding_window": 512}, "llama4": {"attention_chunk_size": 512}}.get(family, {})
@@ -164,7 +158,8 @@ def test_nothing_of_the_size_of_the_mask_exists(family: str) -> None:
         inputs = tiny.prompt(batch=1, length=tokens, padding=100 if family == "llama" else 0)
         if family == "packed":
             inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.arange(tokens)[None] % 1000}
-        memory = peak(model, inputs)
+        with torch.no_grad(), PeakMemory("cpu") as memory:
+            model.model(**inputs, use_cache=False)
         peaks[tokens] = memory.peak_bytes
     assert memory.largest_tensor_bytes < TOKENS * TOKENS / 2, "a mask takes L*S bytes, scores take more"
     assert peaks[TOKENS] < 2.2 * peaks[TOKENS // 2]
