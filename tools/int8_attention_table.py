@@ -102,8 +102,8 @@ def long_sink(dim: int) -> Inputs:
 
 
 def weighed_sink(dim: int, weight: float, keys: int = 2048, common: bool = True, sinks: int = 1) -> Inputs:
-    """One key, or several together, have ``weight`` of the mean row, and small values; the others have a ``common`` part
-    or none."""
+    """One key, or several together, have ``weight`` of the mean row, and small values; the others have a ``common``
+    part or none."""
     query, key, value, _ = normal(dim, keys, 1, 64)
     direction = F.normalize(torch.randn(dim), dim=0)
     query += (4 - query @ direction)[..., None] * direction

@@ -201,8 +201,8 @@ def _mean_scores(query: Tensor, mean_key: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, size: int = 0) -> Tensor:
-    """x ``[..., D]``, filled up with zeros to ``size`` channels, a power of two, times the Hadamard matrix over the root
-    of their number."""
+    """x ``[..., D]``, filled up with zeros to ``size`` channels, a power of two, times the Hadamard matrix over the
+    root of their number."""
     size, step = max(size, x.shape[-1]), 1
     x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
     while step < size:
