@@ -75,7 +75,7 @@ def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[fl
             is_last = piece.end == sizes[piece.tile % len(sizes)]
             yield piece.cost(own.cols) / own.cols, min(edges, piece.end - piece.first) * is_last
         return
-    splits = 1 if traits.is_gradient else max(1, plan.splits)
+    splits = plan.ranges if traits.of_keys else 1 if traits.is_gradient else max(1, plan.splits)
     tiles = [(group * -(-size // splits), group * min(edges, size) // splits) for size in sizes for _ in range(splits)]
     tiles = sorted(tiles, reverse=True) if shape.band else tiles  # as a causal rule has them launched
     if shape.band and traits.is_gradient and variant.on_tensor_cores:  # the longest of all heads first
@@ -98,7 +98,8 @@ def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: M
 
 
 class Size(NamedTuple):
-    """The size of a call; ``window``: keys that a query sees at most, itself the last of them; 0 = all before it."""
+    """The size of a call; ``window``: keys that a query sees at most, itself the last of them; 0 = all before it.
+    ``keys``: 0 = as many as queries."""
 
     batch: int
     heads: int
@@ -107,6 +108,7 @@ class Size(NamedTuple):
     head_dim: int
     is_causal: bool = False
     window: int = 0
+    keys: int = 0
 
     @property
     def operations(self) -> int:
@@ -116,18 +118,23 @@ class Size(NamedTuple):
         return 4 * self.batch * self.heads * visible * self.head_dim
 
 
-@functools.cache
-def seconds(size: Size, machine: Machine) -> tuple[float, float]:
-    """The time of the kernels of a call in float16, on plain cores in float32: forward, and gradients."""
+def planned(size: Size, machine: Machine) -> tuple[AttentionCall, Plan]:
+    """A call in float16, on plain cores in float32, with gradients, and its plan."""
     dtype = torch.float16 if machine.product else torch.float32
     query, key = (
-        torch.empty(size.batch, heads, size.tokens, size.head_dim, dtype=dtype, device="meta")
-        for heads in (size.heads, size.kv_heads)
+        torch.empty(size.batch, heads, tokens, size.head_dim, dtype=dtype, device="meta")
+        for heads, tokens in ((size.heads, size.tokens), (size.kv_heads, size.keys or size.tokens))
     )
     window = (size.window - 1, 0) if size.window else None
     call = check_call(Arguments(query, key, key, is_causal=size.is_causal, window=window, enable_gqa=True))
     plan_of = tensor_plan if machine.product else plan_call
-    plan = plan_of(call, machine.num_sms, divmod(machine.arch, 10), for_grad=True)
+    return call, plan_of(call, machine.num_sms, divmod(machine.arch, 10), for_grad=True)
+
+
+@functools.cache
+def seconds(size: Size, machine: Machine) -> tuple[float, float]:
+    """The time of the kernels of such a call: forward, and gradients."""
+    call, plan = planned(size, machine)
     forward, *gradients = (kernel_seconds(call, plan, variant, machine) for variant in plan.variants)
     return forward, sum(gradients)
 
@@ -183,7 +190,15 @@ def table() -> str:
     lines += ["", "| head_dim | " + " | ".join(heads) + " |", "|---" * 7 + "|"]
     for head_dim in HEAD_DIMS:
         lines.append(f"| {head_dim} | " + " | ".join(text for card in cards for text in _cells(head_dim, card)) + " |")
+    of_keys = (f"{card.name} {_few_keys(card)}" for card in cards[:2])
+    lines += ["", f"77 keys and 4,096 queries of 10 heads, head_dim 64, dK and dV: {', '.join(of_keys)}."]
     return "\n".join(lines)
+
+
+def _few_keys(card: Machine) -> str:
+    call, plan = planned(Size(1, 10, 10, 4096, 64, keys=77), card)
+    whole, cut = (1e3 * kernel_seconds(call, how, plan.gradients[1], card) for how in (plan._replace(ranges=1), plan))
+    return f"{cut:.2f} ms in {plan.ranges} ranges of queries, {whole:.2f} ms in one"
 
 
 def _cells(head_dim: int, card: Machine) -> Iterator[str]:

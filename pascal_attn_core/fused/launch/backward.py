@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,11 +32,34 @@ def backward_launches(
         grad_out, out: ``[*batch, Hq, L, Dv]``, rows as the kernels take them.
         lse, log_sum, grad_lse: ``[*batch, Hq, L]`` float32, contiguous.
         grads: of query ``[*batch, Hq, L, D]``, key ``[*batch, Hkv, S, D]`` and value ``[*batch, Hkv, S, Dv]``, in full
-            even where inputs broadcast.
+            even where inputs broadcast. Where the plan has ranges of queries, those of key and value have a dimension of
+            them before: the gradient is their sum.
     """
     optional = [t for t in (log_sum, grad_lse) if t is not None]
-    view = view_of(call, grad_out, out, lse, *grads, *optional)
-    return _launches_of(call, view, plan, log_sum is not None, grad_lse is not None)
+    of_keys = grads[1:] if plan.ranges == 1 else (grads[1][0], grads[2][0])
+    view = view_of(call, grad_out, out, lse, grads[0], *of_keys, *optional)
+    launches = _launches_of(call, view, plan, log_sum is not None, grad_lse is not None)
+    if plan.ranges == 1:
+        return launches
+    *others, of_key = launches
+    return [*others, *_by_ranges(of_key, plan.ranges, grads[1].stride(0), grads[2].stride(0))]
+
+
+def _by_ranges(launch: Launch, ranges: int, key_step: int, value_step: int) -> Iterator[Launch]:
+    """A launch for the gradients of key and value as one for each batch element, to which ranges of queries are its
+    batch. The steps: from the gradient of one range to that of the next, in elements."""
+    whole: Any = launch.params
+    rows, item = whole.lq // ranges, launch.keep[1].element_size()
+    numbers = {"lq": rows, "batches": ranges, "qb": rows * whole.qs, "gb": rows * whole.gs, "lb": rows, "kb": 0, "vb": 0}
+    numbers |= {"dkb": key_step, "dvb": value_step}
+    bytes_of = {name: item * getattr(whole, f"{name}b") for name in ("q", "k", "v", "g", "dk", "dv")}
+    bytes_of |= dict.fromkeys(("delta", "shift", "bits"), 4 * whole.lb)
+    for b in range(whole.batches):
+        params = type(whole).from_buffer_copy(whole)
+        begins = {name: getattr(whole, name) + b * step for name, step in bytes_of.items()}
+        for name, number in (begins | numbers).items():
+            setattr(params, name, number)
+        yield launch._replace(grid=(*launch.grid[:2], ranges), params=params, work=launch.work // whole.batches)
 
 
 def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:

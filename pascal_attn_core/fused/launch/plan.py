@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ MAX_SPLITS = 64
 FEW_QUERIES, KEYS_STEP = 8, 256
 # Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
 _SPLIT_SPEED = 0.6
+_LEAST_RANGE = 256  # queries: a block reads its keys and values first, and adds its sums to those of others
 # Shared memory of a multiprocessor in KiB by compute capability, or its major version: CUDA C++ programming guide,
 # technical specifications. From 8.0 on each block takes 1 KiB beside its own.
 _SHARED_KIB: dict[tuple[int, ...], int] = {
@@ -83,6 +85,7 @@ class Plan(NamedTuple):
         pieces: the blocks of a forward pass that lists them.
         tail: the last rows of every head, where another kernel computes them.
         band_rows: query rows that run at a time, each band by a plan of its own; 0 = all at once.
+        ranges: of queries, for the gradients of key and value: see :func:`query_ranges`.
         remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
         repeats: the launches of calls of one kind, where they are kept.
     """
@@ -94,6 +97,7 @@ class Plan(NamedTuple):
     pieces: Pieces | None = None
     tail: TailRows | None = None
     band_rows: int = 0
+    ranges: int = 1
     remark: str = ""
     repeats: Repeats | None = None
 
@@ -138,14 +142,17 @@ def plan_call(
     if int8:
         return Plan(variant_of(call, "int8", arch))
     gradients = plain_gradients(call, arch) if for_grad else ()
+    ranges = query_ranges(call, gradients, num_sms, capability)
     whole, split = (variant_of(call, kind, arch) for kind in forward_kinds(call))
     if packed is None:
         places = num_sms * resident_blocks(split, capability)
         splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
         if splits:
-            return Plan(split, splits, gradients)
+            return Plan(split, splits, gradients, ranges=ranges)
         if arch:
-            return Plan(whole, 0, gradients, tail=tail_rows(call, whole, variant_of(call, RANGES, arch), num_sms))
+            tail = tail_rows(call, whole, variant_of(call, RANGES, arch), num_sms)
+            return Plan(whole, 0, gradients, tail=tail, ranges=ranges)
+        return Plan(whole, 0, gradients, ranges=ranges)
     return Plan(whole, 0, gradients, packed)
 
 
@@ -219,6 +226,24 @@ def num_splits(call: AttentionCall, plain: AnyGeometry, split: AnyGeometry, num_
     return splits if is_small or splits > 1 else 0
 
 
+def query_ranges(
+    call: AttentionCall, gradients: tuple[Variant, ...], num_sms: int, capability: tuple[int, int] | None
+) -> int:
+    """Into how many ranges of equal length the queries are cut for the gradients of key and value, each with sums of
+    its own; 1 = not at all.
+
+    A block of that kernel holds a tile of keys and meets all queries. The 77 keys of cross attention are one or two
+    tiles of each head, which leave most of a device idle. Where they are cut, batch elements are computed one after the
+    other."""
+    if not gradients or call.has_band or call.attn_mask is not None or call.is_empty:
+        return 1
+    key, batch_size = gradients[-1], call.batch_size
+    blocks = call.num_kv_heads * -(-call.seq_len_kv // key.geometry.rows)
+    most = min(num_sms * resident_blocks(key, capability) // blocks, call.seq_len_q // _LEAST_RANGE)
+    ranges = math.gcd(1 << max(1, most).bit_length() - 1, call.seq_len_q)
+    return ranges if batch_size * blocks <= num_sms and ranges >= 2 * batch_size else 1
+
+
 def planned_keys(tokens: int, keys: int) -> int:
     """The keys that a call is planned for."""
     return keys - keys % KEYS_STEP if tokens <= FEW_QUERIES and keys >= 4 * KEYS_STEP else keys
@@ -267,11 +292,12 @@ def tensor_plan(
     gradients = gradient_variants(call, capability, packed=packed is not None, arch=arch) if for_grad else ()
     if packed is not None:
         return Plan(variant("_packed"), 0, gradients, packed)
+    ranges = query_ranges(call, gradients, num_sms, capability)
     wide, small, even = variant(""), variant("_small"), variant("_even")
     splits, pieces = _fastest(Shape.of(call), wide, small, even, num_sms)
     if pieces is not None:
-        return Plan(even, 0, gradients, pieces=pieces)
-    return Plan(small if splits else wide, splits, gradients)
+        return Plan(even, 0, gradients, pieces=pieces, ranges=ranges)
+    return Plan(small if splits else wide, splits, gradients, ranges=ranges)
 
 
 def gradient_variants(

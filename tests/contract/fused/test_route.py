@@ -83,6 +83,24 @@ def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     assert_gradients(backward, inputs, options, case.dtype, with_lse=True)
 
 
+@pytest.mark.parametrize(("card", "dtype"), [(CARD, torch.float32), (T4, torch.float16)])
+@pytest.mark.parametrize("key_batch", [1, 2])
+def test_few_keys_meet_the_queries_in_ranges(card: DeviceInfo, dtype: torch.dtype, key_batch: int) -> None:
+    query, key, value = _leaves((2, 1024, 2, 64), (key_batch, 1, 21, 64), (2, 1, 21, 64), dtype=dtype)
+    inputs, options = [query.detach().transpose(1, 2).requires_grad_(), key, value], {"enable_gqa": True}
+    config = AttentionConfig(route="fused" if dtype == torch.float32 else "fused-tensor")
+
+    def backward(grad_out: Tensor, _: object) -> list[Tensor]:
+        with poisoned_memory():
+            once, again = (gradients(sdpa(*inputs, **options, config=config), inputs, grad_out) for _ in range(2))
+        assert all(map(torch.equal, once, again))
+        return again
+
+    with emulated_card(info=card) as kernels:
+        assert_gradients(backward, inputs, options, dtype)
+    assert [launch.grid for launch in kernels.queued if "grad_key" in launch.function] == 4 * [(1, 1, 4)]
+
+
 def test_tangents_and_gradients_of_gradients_go_on_in_tiles() -> None:
     (leaf,) = _leaves((1, 2, 70, 64))
     tangent, found = torch.randn_like(leaf), []

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from attn_support.fused.cases import whole
-from attn_support.fused.emulation import CARD
+from attn_support.fused.emulation import CARD, V100
 
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.plan import plan_call, variant_of
+from pascal_attn_core.fused.launch.plan import plan_call, tensor_plan, variant_of
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes import fused as route
@@ -105,6 +105,26 @@ def test_one_query_fills_the_places_of_a_card_once() -> None:
 def test_few_queries_take_small_tiles(queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool) -> None:
     call = _call((64, heads, queries, head_dim), (64, kv_heads, 4096, head_dim), enable_gqa=heads != kv_heads)
     assert _splits(call) == (1 if packs else 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "options", "ranges"),
+    [
+        (1, 4096, 77, {}, 8),
+        (2, 4096, 77, {}, 8),
+        (5, 4096, 77, {}, 1),  # one batch element after the other, each an eighth
+        (1, 1024, 77, {}, 4),  # at least 256 queries
+        (1, 1026, 77, {}, 2),  # of equal length
+        (1, 4096, 1024, {}, 2),
+        (1, 4096, 4096, {}, 1),
+        (1, 4096, 77, {"is_causal": True}, 1),
+        (1, 4096, 77, {"mask": torch.ones(77, dtype=torch.bool)}, 1),
+    ],
+)
+def test_ranges_of_queries_fill_a_card_for_few_keys(batch, queries, keys, options: dict, ranges: int) -> None:
+    call = _call((batch, 10, queries, 64), (batch, 10, keys, 64), dtype=torch.float16, **options)
+    assert tensor_plan(call, V100.num_sms, V100.capability, for_grad=True).ranges == ranges
+    assert tensor_plan(call, V100.num_sms, V100.capability).ranges == 1
 
 
 def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
