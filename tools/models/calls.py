@@ -58,8 +58,9 @@ def _scalings(number: int) -> float:
     return sum(1 - (1 - 1 / t) ** 8 for t in range(1, number + 1))
 
 
-def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[float, int]]:
-    """(rounds, of them cut by the band) of each block of a kernel, in the order of their launch."""
+def jobs(call: AttentionCall, plan: Plan, variant: Variant, by_size: bool = True) -> Iterator[tuple[float, int]]:
+    """(rounds, of them cut by the band) of each block of a kernel, in the order of their launch. ``by_size``: gradients
+    begin with the longest of all heads, else of each head."""
     own, traits, shape = variant.geometry, variant.traits, Shape.of(call)
     heads, group = shape.batch * shape.heads, 1
     if traits.of_keys:  # the rows are keys, which meet the queries of all heads of a group
@@ -78,20 +79,22 @@ def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[fl
     splits = plan.ranges if traits.of_keys else 1 if traits.is_gradient else max(1, plan.splits)
     tiles = [(group * -(-size // splits), group * min(edges, size) // splits) for size in sizes for _ in range(splits)]
     tiles = sorted(tiles, reverse=True) if shape.band else tiles  # as a causal rule has them launched
-    if shape.band and traits.is_gradient and variant.on_tensor_cores:  # the longest of all heads first
+    if by_size and shape.band and traits.is_gradient and variant.on_tensor_cores:
         yield from (tile for tile in tiles for _ in range(heads))
     else:
         yield from itertools.chain.from_iterable(itertools.repeat(tiles, heads))
 
 
-def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine) -> float:
-    """The time of one launch."""
+def kernel_seconds(
+    call: AttentionCall, plan: Plan, variant: Variant, machine: Machine, by_size: bool = True
+) -> float:
+    """The time of one launch; ``by_size``: see :func:`jobs`."""
     own, usual = variant.geometry, round_cycles(variant, machine)
     rising = max(0.0, round_cycles(variant, machine, rises=True) - usual)
     cut = max(0.0, round_cycles(variant, machine, at_edge=True) - usual) if call.has_band else 0.0
     begin = (1 + variant.traits.is_gradient) * own.rows * variant.head_dim // 8 // own.threads + 3
     free = [0.0] * (own.blocks * machine.num_sms)
-    for number, edges in jobs(call, plan, variant):
+    for number, edges in jobs(call, plan, variant, by_size):
         took = begin * machine.load + number * usual + _scalings(int(number)) * rising + edges * cut
         heapq.heapreplace(free, free[0] + took)
     return _LAUNCH + max(free) / machine.clock
@@ -132,10 +135,10 @@ def planned(size: Size, machine: Machine) -> tuple[AttentionCall, Plan]:
 
 
 @functools.cache
-def seconds(size: Size, machine: Machine) -> tuple[float, float]:
-    """The time of the kernels of such a call: forward, and gradients."""
+def seconds(size: Size, machine: Machine, by_size: bool = True) -> tuple[float, float]:
+    """The time of the kernels of such a call: forward, and gradients; ``by_size``: see :func:`jobs`."""
     call, plan = planned(size, machine)
-    forward, *gradients = (kernel_seconds(call, plan, variant, machine) for variant in plan.variants)
+    forward, *gradients = (kernel_seconds(call, plan, variant, machine, by_size) for variant in plan.variants)
     return forward, sum(gradients)
 
 
@@ -162,10 +165,15 @@ MEASURED: dict[Size, tuple[float, float, float | None, tuple[float, float]]] = {
 }
 
 
+def measured_kernels(size: Size) -> tuple[float, float]:
+    """:func:`seconds` on the H200, in the order in which the blocks were launched then."""
+    return seconds(size, MACHINES["H200"], by_size=False)
+
+
 def modelled_ms(size: Size) -> tuple[float, float]:
     """Milliseconds of a measured call: forward, and forward and backward, whose second kernels begin when the host has
     launched them and the first have ended."""
-    (forward, gradients), (host, both) = seconds(size, MACHINES["H200"]), MEASURED[size][-1]
+    (forward, gradients), (host, both) = measured_kernels(size), MEASURED[size][-1]
     return host + 1e3 * forward, max(both, host + 1e3 * forward) + 1e3 * gradients
 
 
@@ -181,7 +189,7 @@ def table() -> str:
     for size in MEASURED:
         (least, most, both), (forward, backward) = measured_ms(size), modelled_ms(size)
         name = f"{size.batch}x{size.heads}x{size.tokens}x{size.head_dim}" + ", causal" * size.is_causal
-        alone = [1e3 * took for took in seconds(size, MACHINES["H200"])]
+        alone = [1e3 * took for took in measured_kernels(size)]
         cells = [name, f"{least:.2f}" + f"-{most:.2f}" * (least < most), f"{forward:.2f}", f"{alone[0]:.2f}"]
         cells += ["-"] * 3 if math.isnan(both) else [f"{ms:.2f}" for ms in (both, backward, sum(alone))]
         lines.append("| " + " | ".join(cells) + " |")
