@@ -110,21 +110,30 @@ def test_few_queries_take_small_tiles(queries: int, heads: int, kv_heads: int, h
 @pytest.mark.parametrize(
     ("batch", "queries", "keys", "options", "ranges"),
     [
-        (1, 4096, 77, {}, 8),
-        (2, 4096, 77, {}, 8),
-        (5, 4096, 77, {}, 1),  # one batch element after the other, each an eighth
-        (1, 1024, 77, {}, 4),  # at least 256 queries
-        (1, 1026, 77, {}, 2),  # of equal length
-        (1, 4096, 1024, {}, 2),
-        (1, 4096, 4096, {}, 1),
-        (1, 4096, 77, {"is_causal": True}, 1),
-        (1, 4096, 77, {"mask": torch.ones(77, dtype=torch.bool)}, 1),
+        (1, 4096, 77, {}, (1, 8)),
+        (2, 4096, 77, {}, (1, 8)),
+        (5, 4096, 77, {}, (1, 1)),  # one batch element after the other, each an eighth
+        (1, 1026, 77, {}, (1, 4)),  # at least 256 queries
+        (1, 77, 4096, {}, (8, 1)),
+        (1, 1024, 1024, {}, (2, 2)),
+        (1, 2048, 2048, {}, (1, 1)),
+        (1, 2000, 2000, {"is_causal": True}, (1, 1)),
+        (1, 1500, 1500, {"is_causal": True}, (2, 2)),
+        (1, 4096, 77, {"mask": torch.ones(77, dtype=torch.bool)}, (1, 1)),
     ],
 )
-def test_ranges_of_queries_fill_a_card_for_few_keys(batch, queries, keys, options: dict, ranges: int) -> None:
+def test_ranges_of_columns_fill_a_card(batch, queries, keys, options: dict, ranges: tuple[int, int]) -> None:
     call = _call((batch, 10, queries, 64), (batch, 10, keys, 64), dtype=torch.float16, **options)
     assert tensor_plan(call, V100.num_sms, V100.capability, for_grad=True).ranges == ranges
-    assert tensor_plan(call, V100.num_sms, V100.capability).ranges == 1
+    assert tensor_plan(call, V100.num_sms, V100.capability).ranges == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("queries", "options", "ranges"), [(4096, {}, 4), (1026, {}, 3), (1028, {}, 4), (4096, {"is_causal": True}, 1)]
+)
+def test_on_plain_cores_ranges_are_equal(queries: int, options: dict, ranges: int) -> None:
+    call = _call((1, 10, queries, 64), (1, 10, 77, 64), **options)
+    assert plan_call(call, CARD.num_sms, CARD.capability, for_grad=True).ranges == (1, ranges)
 
 
 def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
