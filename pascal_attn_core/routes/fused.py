@@ -150,9 +150,10 @@ class FusedRoute(Route):
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:
         """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, of each
-        range where the plan has several, and a copy of grad_out if its rows cannot be read as they lie. If one kernel computes all gradients, the float32 sums
-        of a gradient of query in 16 bits come to that. If a kernel cannot be launched any more, the route ``tiled``
-        goes back from the same results, unless the call holds several sequences."""
+        range where the plan has several, and a copy of grad_out if its rows cannot be read as they lie. If one kernel
+        computes all gradients, the float32 sums of a gradient of query in 16 bits come to that. If a kernel cannot be
+        launched any more, the route ``tiled`` goes back from the same results, unless the call holds several
+        sequences."""
         if plan.band_rows:
             return self._backward_in_bands(call, config, plan, saved, wanted)
         try:
@@ -322,7 +323,8 @@ def _with_atomic_gradients(
         reason = "; ".join(kernels.reasons((variant,)))
     if reason:
         return plan._replace(remark=f"its gradients in seven products: {reason}")
-    return plan._replace(gradients=(variant,), ranges=(1, 1), remark="its gradients in five products, by atomic additions")
+    remark = "its gradients in five products, by atomic additions"
+    return plan._replace(gradients=(variant,), ranges=(1, 1), remark=remark)
 
 
 def _summed(grads: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:

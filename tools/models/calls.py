@@ -105,9 +105,7 @@ def _adding_seconds(call: AttentionCall, variant: Variant, ranges: int, machine:
     return sum(_LAUNCH + (2 * ranges + 1) * t.nbytes / machine.memory for t in tensors)
 
 
-def kernel_seconds(
-    call: AttentionCall, plan: Plan, variant: Variant, machine: Machine, by_size: bool = True
-) -> float:
+def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine, by_size: bool = True) -> float:
     """The time of one launch; ``by_size``: see :func:`jobs`."""
     own, usual = variant.geometry, round_cycles(variant, machine)
     rising = max(0.0, round_cycles(variant, machine, rises=True) - usual)

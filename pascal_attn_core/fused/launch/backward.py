@@ -12,7 +12,7 @@ from ...call import AttentionCall
 from ..code.params import AllGradients, Backward, TensorBackward
 from ..code.source import Variant
 from . import Launch
-from .fields import UNBOUNDED, View, common_fields, mask_bits, mask_tiles, result_fields, softcap_fields, view_of, work_of
+from .fields import View, common_fields, mask_bits, mask_tiles, result_fields, softcap_fields, view_of, work_of
 from .plan import Plan
 
 
@@ -48,8 +48,8 @@ def backward_launches(
 
 
 def _by_ranges(launch: Launch, ranges: int, steps: dict[str, int]) -> Iterator[Launch]:
-    """A launch of gradients as one for each batch element, to which ranges of the columns are its batch. ``steps``: from
-    the gradients of one range to those of the next, in elements."""
+    """A launch of gradients as one for each batch element, to which ranges of the columns are its batch. ``steps``:
+    from the gradients of one range to those of the next, in elements."""
     if ranges == 1:
         yield launch
         return
@@ -153,7 +153,7 @@ def _tensor_launches(
 ) -> list[Launch]:
     delta_grid, *grids = _grids(call, view, *variants)
     keep = [stats, *view.tensors]
-    fields |= {"grad_scale": call.scale, "range_end": UNBOUNDED, **softcap_fields(call)}
+    fields |= {"grad_scale": call.scale, "range_end": max(call.seq_len_q, call.seq_len_kv), **softcap_fields(call)}
     params = TensorBackward(**fields)
     launches = [Launch(variants[0], "pa_tensor_delta", delta_grid, 128, params, tuple(keep))]
     # Both kernels write the same bits: words for whole blocks of keys of the largest geometry.
