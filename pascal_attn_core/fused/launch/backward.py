@@ -53,11 +53,12 @@ def _by_ranges(launch: Launch, ranges: int, steps: dict[str, int]) -> Iterator[L
     if ranges == 1:
         yield launch
         return
+    variant: Any = launch.variant
     whole: Any = launch.params
     numbers = {"batches": ranges, "qb": 0, "gb": 0, "lb": 0, "kb": 0, "vb": 0, **steps}
     columns = whole.lk if "dqb" in steps else whole.lq
-    if launch.variant.on_tensor_cores:
-        cols = launch.variant.geometry.cols
+    if variant.on_tensor_cores:
+        cols = variant.geometry.cols
         length = -(-columns // (ranges * cols)) * cols
         numbers |= {"range": length, "range_end": length}
     else:
