@@ -11,6 +11,7 @@ Calls that only torch's function can take need no memory: torch itself is asked,
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from .derivatives import Given, RouteFunction, differentiable
 from .route import Choice
 from .short import MANY_KEYS
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, MOST_BLOCKS, TorchAlone, is_torchs_own, reads_values
-from .torch_kernel import TorchForm, is_made_numbers, sdp_choice
+from .torch_kernel import TorchForm, as_four_dimensions, is_made_numbers, sdp_choice
 
 Kind = tuple[Any, ...]
 BY_TORCH: Kind = ()  # the kind of the calls that torch's function takes as they came, whatever else there is
@@ -197,15 +198,11 @@ def keep(kind: Kind, call: Any, config: AttentionConfig, choice: Choice) -> None
 
 def _is_torchs_shape(call: AttentionCall) -> bool:
     """Whether torch's function takes the tensors of a call by the kernel that it has promised."""
-    heads, kv_heads = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads)
     mask: Any = call.attn_mask
-    lead = heads, kv_heads, kv_heads
-    return (
-        (mask is None or (mask.dim() == 4 and not is_made_numbers(mask)))
-        and (call.groups == 1 or call.enable_gqa)
-        and call.batch_size <= MOST_BLOCKS
-        and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip((call.query, call.key, call.value), lead))
-    )
+    if (mask is not None and is_made_numbers(mask)) or (call.groups > 1 and not call.enable_gqa):
+        return False
+    came = call.query, call.key, call.value, mask
+    return call.batch_size <= MOST_BLOCKS and all(map(operator.is_, as_four_dimensions(call), came))
 
 
 def again(

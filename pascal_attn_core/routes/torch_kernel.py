@@ -151,13 +151,19 @@ def find_form(
     """How torch's fused attention can take the call, or the reasons why it cannot. ``copy_bytes``: memory for what is
     no larger than the inputs; None = the budget. ``named``: torch is asked for by name, so no package serves."""
     copy_bytes = budget_bytes if copy_bytes is None else copy_bytes
-    reasons = _refusals(call, with_lse)
-    if in_graph and call.dropout_p:
-        reasons.append("a compiled graph recomputes it for its gradients, with a different dropout mask")
+    checks = (
+        (with_lse, "torch's function does not return lse"),
+        (call.needs_mask_grad, "torch's fused kernels give no gradient of attn_mask"),
+        (
+            in_graph and call.dropout_p,
+            "a compiled graph recomputes it for its gradients, with a different dropout mask",
+        ),
+    )
+    reasons = [why for holds, why in checks if holds] + lacks(call)
     reasons = reasons or list(filter(None, [broken_promise(call)])) or fault_reasons(call, read=not in_graph)
     if reasons:
         return reasons
-    four = _as_four_dimensions(call)
+    four = as_four_dimensions(call)
     if isinstance(four, str):
         return [four]
     copied = _without_matrix_strides(four)
@@ -182,10 +188,9 @@ def find_form(
     return [f"torch has no fused kernel for {kind}this call on this device"]
 
 
-def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
+def lacks(call: AttentionCall) -> list[str]:
+    """What a call asks for that torch's function does not have, one sentence each."""
     reasons = []
-    if with_lse:
-        reasons.append("torch's function does not return lse")
     if call.left is not None or (call.right is not None and not call.is_causal):
         reasons.append("torch's function has no sliding window")
     elif call.is_causal and not call.plain_causal:
@@ -204,8 +209,6 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
     if mask is not None:
         if call.is_causal:
             reasons.append("torch takes attn_mask or is_causal, not both")
-        if call.needs_mask_grad:
-            reasons.append("torch's fused kernels give no gradient of attn_mask")
         if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
             reasons.append(f"torch's kernel takes no attn_mask of {mask.dtype} with a query of {call.query.dtype}")
     if call.is_empty:
@@ -213,7 +216,7 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
     return reasons
 
 
-def _as_four_dimensions(call: AttentionCall) -> Four | str:
+def as_four_dimensions(call: AttentionCall) -> Four | str:
     """``[B, H, L, D]`` views with broadcast leading dimensions expanded."""
     mask: Any = call.attn_mask
     query, key, value = call.query, call.key, call.value
@@ -297,7 +300,7 @@ def is_torchs_alone(call: AttentionCall) -> bool:
     alone = runtime_of(call.query.device).part(TorchAlone)
     if not alone.answers or (call.query.dtype, call.head_dim) in alone.refused or isinstance(call.attn_mask, LazyMask):
         return False
-    four = _as_four_dimensions(call)
+    four = as_four_dimensions(call)
     return isinstance(four, Four) and sdp_choice(*four, call.dropout_p, call.is_causal, call.scale) in alone.answers
 
 
@@ -362,14 +365,10 @@ def _upcast(call: AttentionCall, four: Four, form: TorchForm, budget_bytes: int)
     return replace(form, fold="heads", upcast=True, heads_step=heads)
 
 
-def run_as_it_is(call: AttentionCall) -> Tensor:
-    """The call by torch's function, whichever kernel that takes."""
-    return _call_torch(call, call.query, call.key, call.value, call.attn_mask)  # type: ignore[arg-type]
-
-
 def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
-    """The call by torch's fused kernel. Shapes and dtypes as in :func:`pascal_attn_core.sdpa`."""
-    four = _as_four_dimensions(call)
+    """The call by torch's fused kernel, by any of its kernels for the form that changes nothing. Shapes and dtypes as
+    in :func:`pascal_attn_core.sdpa`."""
+    four = as_four_dimensions(call)
     assert isinstance(four, Four)
     if form.copied:
         four = four._replace(**{name: getattr(four, name).contiguous() for name in form.copied})
