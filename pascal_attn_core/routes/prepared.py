@@ -33,7 +33,7 @@ from .derivatives import Given, RouteFunction, differentiable
 from .route import Choice
 from .short import MANY_KEYS
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, MOST_BLOCKS, TorchAlone, is_torchs_own, reads_values
-from .torch_kernel import TorchForm, as_four_dimensions, is_made_numbers, sdp_choice
+from .torch_kernel import TorchForm, as_four_dimensions, as_numbers, is_made_numbers, sdp_choice
 
 Kind = tuple[Any, ...]
 BY_TORCH: Kind = ()  # the kind of the calls that torch's function takes as they came, whatever else there is
@@ -198,11 +198,9 @@ def keep(kind: Kind, call: Any, config: AttentionConfig, choice: Choice) -> None
 
 def _is_torchs_shape(call: AttentionCall) -> bool:
     """Whether torch's function takes the tensors of a call by the kernel that it has promised."""
-    mask: Any = call.attn_mask
-    if (mask is not None and is_made_numbers(mask)) or (call.groups > 1 and not call.enable_gqa):
-        return False
-    came = call.query, call.key, call.value, mask
-    return call.batch_size <= MOST_BLOCKS and all(map(operator.is_, as_four_dimensions(call), came))
+    came = call.query, call.key, call.value, call.attn_mask
+    is_four = all(map(operator.is_, as_four_dimensions(call), came))
+    return is_four and (call.groups == 1 or call.enable_gqa) and call.batch_size <= MOST_BLOCKS
 
 
 def again(
@@ -234,6 +232,8 @@ def again(
     try:
         if ready is not None and ready.given is not None:
             return _as_before(ready.given, query, key, value, attn_mask), kind
+        if ready is not None and attn_mask is not None and is_made_numbers(attn_mask):
+            attn_mask = as_numbers(attn_mask, query.dtype)
         if enable_gqa and query.shape[1] > key.shape[1]:  # torch 2.4 does not know it
             out = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
         else:

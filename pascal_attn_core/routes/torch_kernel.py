@@ -220,15 +220,13 @@ def as_four_dimensions(call: AttentionCall) -> Four | str:
     """``[B, H, L, D]`` views with broadcast leading dimensions expanded."""
     mask: Any = call.attn_mask
     query, key, value = call.query, call.key, call.value
-    lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
-    if (mask is None or mask.dim() == 4) and query.dim() == key.dim() == value.dim() == 4:
-        query, key, value = (
-            t if t.shape[:-2] == shape else t.expand(*shape, *t.shape[-2:])
-            for t, shape in zip((query, key, value), lead)
-        )
+    heads, kv_heads = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads)
+    is_four = query.dim() == 4 and (mask is None or mask.dim() == 4)
+    if is_four and query.shape[:-2] == heads and key.shape[:-2] == value.shape[:-2] == kv_heads:
         return Four(query, key, value, mask)
     try:
-        four = [_merge_batch(t.expand(*shape, *t.shape[-2:])) for t, shape in zip((query, key, value), lead)]
+        lead = zip((query, key, value), (heads, kv_heads, kv_heads))
+        four = [_merge_batch(t.expand(*shape, *t.shape[-2:])) for t, shape in lead]
         if mask is not None:
             mask = mask[(None,) * (len(call.batch) + 3 - mask.dim())]
             batch = mask.shape[:1] if len(call.batch) == 1 else call.batch
@@ -258,7 +256,7 @@ def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> 
     if not is_bool and not (mask.stride(-1) > 1 or (on_cuda and (call.seq_len_kv % 8 or mask.stride(-1) != 1))):
         return 0
     if is_bool and mask.device.type in CPU_LIKE:
-        mask = distinct(mask)  # see _as_numbers
+        mask = distinct(mask)  # see as_numbers
     element_size, tokens = call.query.element_size() if is_bool else mask.element_size(), call.seq_len_q
     lse_bytes = call.num_heads * 4  # of one query: the kernels return one whether it is wanted or not
     row_bytes = mask.numel() // mask.shape[-2] * element_size
@@ -420,7 +418,7 @@ def is_made_numbers(mask: Tensor) -> bool:
     return mask.dtype == torch.bool and mask.device.type in CPU_LIKE
 
 
-def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as torch's functions add it: 0 where it is true, else -inf, in memory for what it does not repeat.
     By arithmetic, 1 - 1/1 and 1 - 1/0: on a CPU torch selects element by element, which takes several times as long."""
     held = distinct(mask).to(dtype, memory_format=torch.contiguous_format)  # else torch copies it once more
@@ -429,7 +427,7 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and is_made_numbers(mask):
-        mask = _as_numbers(mask, query.dtype)
+        mask = as_numbers(mask, query.dtype)
     if len(query) > MOST_BLOCKS and query.device.type not in CPU_LIKE:
         masks = [mask] * -(-len(query) // MOST_BLOCKS) if mask is None or len(mask) == 1 else mask.split(MOST_BLOCKS)
         parts = zip(*(t.split(MOST_BLOCKS) for t in (query, key, value)), masks)
