@@ -120,9 +120,7 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
     for alarm in alarms:
         log.warning("pascal_attn: report: %s", alarm)
     alarms += [text for entry in shown for text in entry.said(entry.run.warnings)]
-    devices = {entry.run.device for entry in shown}
-    memory = {device: host.free_and_total_bytes(torch.device(device))[1] for device in devices}
-    return Findings(machine, shown, alarms, remarks, host.versions(), memory)
+    return Findings(machine, shown, alarms, remarks, host.versions())
 
 
 def _selftest(unique_id: str | None) -> Selftest:

@@ -177,52 +177,40 @@ class Shadow:
 
     def __init__(self, mode: FakeTensorMode):
         self.mode = mode
-        self._modules: dict[int, nn.Module] = {}
-        self._tensors: dict[int, Tensor] = {}
-        self._kept: list[Any] = []  # ids are only good while their objects live
+        self._known: dict[int, tuple[Any, Any]] = {}  # the shadow behind its original, which keeps its id
 
-    def of(self, module: nn.Module) -> nn.Module:
-        """The shadow of ``module``; on the CPU, without hooks, patches of forwards, and weights still to be cast."""
-        known = self._modules.get(id(module))
-        if known is not None:
-            return known
-        shadow = object.__new__(type(module))
-        self._modules[id(module)] = shadow
-        self._kept.append(module)
-        state: dict[str, Any] = {}
-        for name, value in module.__dict__.items():
-            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-                state[name] = OrderedDict()
-            elif name not in _LEFT_OUT:
-                state[name] = self._copied(value)
-        object.__setattr__(shadow, "__dict__", state)
-        if hasattr(module, _CASTS):
-            # Cast to the input in each call, as a host does with weights that it has not loaded.
-            state.update({_CASTS: True, "weight_function": [], "bias_function": []})
-            state.update({name: None for name in ("weight_lowvram_function", "bias_lowvram_function") if name in state})
-        return shadow
+    def of(self, value: Any, depth: int = 2) -> Any:
+        """The shadow of a module, a tensor, or of those in containers up to ``depth`` deep; other values as they are.
+        Modules are on the CPU, without hooks, patches of forwards, and weights still to be cast."""
+        kind = type(value)
+        if isinstance(value, (nn.Module, Tensor)):
+            if id(value) not in self._known:
+                shadow = object.__new__(kind) if isinstance(value, nn.Module) else self._tensor(value)
+                self._known[id(value)] = value, shadow
+                if isinstance(value, nn.Module):
+                    object.__setattr__(shadow, "__dict__", self._attributes(value))
+            return self._known[id(value)][1]
+        if depth and kind in (dict, OrderedDict):
+            return kind((key, self.of(item, depth - 1)) for key, item in value.items())
+        if depth and kind in (list, tuple):
+            return kind(self.of(item, depth - 1) for item in value)
+        return set(value) if kind is set else value
 
-    def _copied(self, value: Any, depth: int = 2) -> Any:
-        if isinstance(value, nn.Module):
-            return self.of(value)
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if depth and type(value) in (dict, OrderedDict):
-            return type(value)((key, self._copied(item, depth - 1)) for key, item in value.items())
-        if depth and type(value) in (list, tuple):
-            return type(value)(self._copied(item, depth - 1) for item in value)
-        return set(value) if type(value) is set else value
+    def _attributes(self, module: nn.Module) -> dict[str, Any]:
+        hooks = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+        found = {
+            name: OrderedDict() if name.endswith(hooks) else self.of(value)
+            for name, value in vars(module).items()
+            if name not in _LEFT_OUT
+        }
+        if hasattr(module, _CASTS):  # cast in each call, as a host does with weights that it has not loaded
+            found |= {_CASTS: True, "weight_function": [], "bias_function": []}
+            found |= {name: None for name in ("weight_lowvram_function", "bias_lowvram_function") if name in found}
+        return found
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = self._new_tensor(tensor)
-            self._kept.append(tensor)
-        return self._tensors[id(tensor)]
-
-    def _new_tensor(self, tensor: Tensor) -> Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)
-        small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-        if not is_parameter and small and not tensor.is_meta:
+        if not (is_parameter or tensor.is_meta) and tensor.nbytes <= _SMALL_BYTES:
             return tensor.detach().to("cpu", copy=True)
         dtype = tensor.dtype if tensor.dtype.is_floating_point or not is_parameter else torch.float16  # quantised
         with self.mode:

@@ -89,7 +89,6 @@ class Findings:
         remarks: sentences below them: what is missing and why.
         machine: the facts of the computer.
         host: of ComfyUI, by name: ``{"ComfyUI": "0.33.0", "attention": "attention_pytorch"}``.
-        memory: bytes of all memory by device, ``{"cuda:0": 11811160064}``.
         when: seconds since the epoch.
     """
 
@@ -98,7 +97,6 @@ class Findings:
     alarms: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     host: dict[str, str] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
     when: float = field(default_factory=time.time)
 
     @property

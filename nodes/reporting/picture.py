@@ -1,12 +1,11 @@
-"""A report as a picture: a headline, then sections of rows in columns, with a bar below a row that has one."""
+"""A report as a picture: a headline, then sections of rows in columns."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -15,35 +14,24 @@ from torch import Tensor
 
 BACKGROUND, RULE = "#ffffff", "#d5dbe1"
 TONES = {"": "#1d2530", "muted": "#606b78", "good": "#1f7a4d", "caution": "#8a5a00", "bad": "#b3261e"}
-BARS = {**TONES, "": "#2f6fba"}
 WIDTH, GAP, MARGIN = 1600, 48, 44
 BODY, TITLE, LINE, HEADLINE = 20, 28, 34, 54
-_LABEL, _BAR, _SPACE = 130, 10, 28  # the width kept for labels, the heights of a bar with the space below, of a gap
+_LABEL, _SPACE = 130, 28  # the width kept for labels, the height of a gap
 _MOST_ROWS, _MOST_HEIGHT = 20, 6000
 # Pillow's own font knows little more than ASCII.
 _SPELT = str.maketrans({"×": "x", "→": "->", "≥": ">=", "≤": "<=", "–": "-", "—": "-", "−": "-", "µ": "u", "…": "..."})
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a report.
-
-    Attributes:
-        label: what the row is about; "" where the row above says it.
-        text: what there is to say.
-        share: length of the bar below the text as a share of the longest possible one; None = no bar.
-        tone: a name in ``TONES``.
-    """
+class Row(NamedTuple):
+    """A row has a label ("" where the row above says it), a text, and a tone: a name in ``TONES``."""
 
     label: str
     text: str
-    share: float | None = None
     tone: str = ""
 
 
-@dataclass(frozen=True)
-class Section:
-    """Rows under a title. One with a tone goes over the whole width, above the columns of the others."""
+class Section(NamedTuple):
+    """Rows under a title. One with a tone goes over the whole width; such ones come before the others."""
 
     title: str
     rows: Sequence[Row]
@@ -60,63 +48,40 @@ def draw(
     """
     count = max(1, min(3, sum(not section.tone for section in sections)))
     whole = WIDTH * 3 // 2 if count == 3 else WIDTH
-    page = _Page(whole)
-    y = page.write(headline, MARGIN, MARGIN, whole - MARGIN, HEADLINE * whole // WIDTH, tone)
+    right, width = whole - MARGIN, (whole - 2 * MARGIN - (count - 1) * GAP) // count
+    picture = Image.new("RGB", (whole, _MOST_HEIGHT), BACKGROUND)
+    canvas = ImageDraw.Draw(picture)
+    y = _write(canvas, headline, MARGIN, MARGIN, right, HEADLINE * whole // WIDTH, tone)
     for line in lines:
-        y = page.write(line, MARGIN, y, whole - MARGIN, LINE * whole // WIDTH)
-    y = page.write(subtitle, MARGIN, y, whole - MARGIN, BODY, "muted")
+        y = _write(canvas, line, MARGIN, y, right, LINE * whole // WIDTH)
+    ends = [_write(canvas, subtitle, MARGIN, y, right, BODY, "muted")] * count
     for section in sections:
-        if section.tone:
-            y = page.add(section, MARGIN, y + _SPACE, whole - MARGIN)
-    width = (whole - 2 * MARGIN - (count - 1) * GAP) // count
-    ends = [y] * count
-    for section in sections:
-        if not section.tone:
-            column = ends.index(min(ends))
-            x = MARGIN + column * (width + GAP)
-            ends[column] = page.add(section, x, ends[column] + _SPACE, x + width)
-    return page.picture.crop((0, 0, whole, min(_MOST_HEIGHT, max(ends) + MARGIN)))
+        column = ends.index(min(ends))
+        x = MARGIN + column * (width + GAP)
+        end = _add(canvas, section, x, ends[column] + _SPACE, right if section.tone else x + width)
+        ends = [end] * count if section.tone else [*ends[:column], end, *ends[column + 1 :]]
+    return picture.crop((0, 0, whole, min(_MOST_HEIGHT, max(ends) + MARGIN)))
 
 
-class _Page:
-    """A picture painted from the top down. What is put on it lies between ``x`` and ``right``, from ``y`` on.
+def _add(canvas: ImageDraw.ImageDraw, section: Section, x: int, y: int, right: int) -> int:
+    """Draw a section from ``y`` on, between ``x`` and ``right``; returns where it ends."""
+    canvas.rectangle((x, y, right - 1, y + 1), fill=TONES[section.tone] if section.tone else RULE)
+    write = partial(_write, canvas, right=right, size=BODY)
+    y = _write(canvas, section.title, x, y + 8, right, TITLE, section.tone) + 12
+    for label, text, tone in section.rows[:_MOST_ROWS]:
+        write(label, x, y, tone="muted")
+        y = write(text, x + (_LABEL if label else 0), y, tone=tone)
+    more = len(section.rows) - _MOST_ROWS
+    return write(f"and {more:,} more, see the text", x, y, tone="muted") if more > 0 else y
 
-    Each method returns where it ends.
-    """
 
-    def __init__(self, width: int):
-        self.picture = Image.new("RGB", (width, _MOST_HEIGHT), BACKGROUND)
-        self._canvas = ImageDraw.Draw(self.picture)
-
-    def add(self, section: Section, x: int, y: int, right: int) -> int:
-        self._canvas.rectangle((x, y, right - 1, y + 1), fill=TONES[section.tone] if section.tone else RULE)
-        y = self.write(section.title, x, y + 8, right, TITLE, section.tone) + 12
-        for row in section.rows[:_MOST_ROWS]:
-            y = self._add_row(row, x, y, right)
-        if len(section.rows) > _MOST_ROWS:
-            y = self.write(f"and {len(section.rows) - _MOST_ROWS:,} more, see the text", x, y, right, BODY, "muted")
-        return y
-
-    def _add_row(self, row: Row, x: int, y: int, right: int) -> int:
-        """A row's label, its text beside it, and its bar below."""
-        self.write(row.label, x, y, right, BODY, "muted")
-        x += _LABEL if row.label or row.share is not None else 0
-        y = self.write(row.text, x, y, right, BODY, row.tone)
-        if row.share is None:
-            return y
-        length = min(1.0, row.share) * (right - x)
-        for end, colour in ((right, RULE), (x + max(2, round(length)) if length else x, BARS[row.tone])):
-            if end > x:
-                self._canvas.rectangle((x, y, end - 1, y + 3), fill=colour)
-        return y + _BAR
-
-    def write(self, text: str, x: int, y: int, right: int, size: int, tone: str = "") -> int:
-        """The text in as many lines as it takes."""
-        for line in _wrapped(text, right - x, size):
-            for shift in (0, 1) if size >= TITLE else (0,):  # the font has one weight
-                self._canvas.text((x + shift, y), line, fill=TONES[tone], font=_font(size))
-            y += round(size * 1.4)
-        return y
+def _write(canvas: ImageDraw.ImageDraw, text: str, x: int, y: int, right: int, size: int, tone: str = "") -> int:
+    """Draw a text in as many lines as it takes; returns where it ends."""
+    for line in _wrapped(text, right - x, size):
+        for shift in (0, 1) if size >= TITLE else (0,):  # the font has one weight
+            canvas.text((x + shift, y), line, fill=TONES[tone], font=_font(size))
+        y += round(size * 1.4)
+    return y
 
 
 # ---- text, measured before it is drawn ----

@@ -74,37 +74,37 @@ def _sections(findings: Findings) -> Iterator[Section]:
     for shown in findings.shown:
         run = shown.run
         node = "" if run.unique_id is None else f", node {run.unique_id}"
-        rows = [row for row in _rows(shown, findings.memory) if row.text]
+        rows = [row for row in _rows(shown) if row.text]
         yield Section(f"{shown.title}{node}, {clock_text(run.started)}", rows)
         if run.tallies:
             yield Section(f"{shown.title}: {'time' if run.elapsed_ms else 'calls'} by kind of call", _kind_rows(run))
 
 
-def _rows(shown: Shown, memory: dict[str, int]) -> Iterator[Row]:
+def _rows(shown: Shown) -> Iterator[Row]:
     """Yield a row for each fact about a run; rows without a text are left out."""
     run = shown.run
-    yield Row("", shown.remark, tone="caution")
+    yield Row("", shown.remark, "caution")
     yield Row("settings", run.settings)
     yield Row("device", ", ".join(sorted(run.devices) or [run.device]))
     for text in run.gains:
-        yield Row("gained", text, tone="good" if run.is_exact else "caution")
+        yield Row("gained", text, "good" if run.is_exact else "caution")
     if run.tallies:
         yield Row("calls", run.counts)
         yield Row("shared", shares_text(run.shares))
     if run.tallies or run.elapsed_s:
-        yield Row("time", _time_text(run), run.share if run.elapsed_ms else None)
+        yield Row("time", _time_text(run))
     if run.tallies or run.gains:
-        yield from _memory_rows(run, memory)
+        yield from (Row("memory", text) for text in _memory_texts(run))
     if halvings := run.total("budget_halvings"):
         text = f"halved {plural(halvings, 'time')}, because the device was out of memory"
-        yield Row("budget", text, tone="caution")
+        yield Row("budget", text, "caution")
     if repaired := run.total("repaired"):
-        yield Row("repaired", f"{plural(repaired, 'output')} not finite, recomputed in float32", tone="caution")
+        yield Row("repaired", f"{plural(repaired, 'output')} not finite, recomputed in float32", "caution")
     if run.exactness is not None:
         is_exact, is_known, text = run.exactness
-        yield Row("exactness", text, tone="bad" if not is_exact else "good" if is_known else "caution")
+        yield Row("exactness", text, "bad" if not is_exact else "good" if is_known else "caution")
     for text in run.warnings:
-        yield Row("WARNING", text, tone="bad")
+        yield Row("WARNING", text, "bad")
     for text in run.notes:
         yield Row("note", text)
 
@@ -120,31 +120,24 @@ def _time_text(run: Run) -> str:
     return f"{text} of {duration_text(run.elapsed_s)}{several} ({share_text(run.share)})"
 
 
-def _memory_rows(run: Run, memory: dict[str, int]) -> Iterator[Row]:
-    card = memory.get(run.device, 0)
-    peak = "peak of ComfyUI since its start" if run.device.startswith("cpu") else "peak of torch's memory in the run"
-    found = {
-        "the most that one call took besides inputs and output": run.extra_bytes,
-        "the least that math attention would store for the largest call": run.math_bytes or None,
-        peak: run.peak_bytes or None,
-        f"total memory of {run.device}": card or None,
-    }
-    known = {what: num_bytes for what, num_bytes in found.items() if num_bytes is not None}
-    for what, num_bytes in known.items():
-        share = num_bytes / max(1, *known.values())
-        yield Row("memory", f"{size_text(num_bytes)}: {what}", share, "bad" if 0 < card < num_bytes else "")
+def _memory_texts(run: Run) -> Iterator[str]:
+    if run.extra_bytes is not None:
+        yield f"{size_text(run.extra_bytes)}: the most that one call took besides inputs and output"
+    if run.math_bytes:
+        yield f"{size_text(run.math_bytes)}: the least that math attention would store for the largest call"
+    if run.peak_bytes:
+        of = "ComfyUI since its start" if run.device.startswith("cpu") else "torch's memory in the run"
+        yield f"{size_text(run.peak_bytes)}: peak of {of}"
 
 
 def _kind_rows(run: Run) -> list[Row]:
-    """A row for each kind of call; its bar is its share of attention's time, or of the calls where none was timed."""
+    """A row for each kind of call."""
     rows = []
     for kind, tally, blocks in kinds_of(run):
-        share = tally.elapsed_ms / run.elapsed_ms if run.elapsed_ms else tally.count / run.count()
         label, tone = (kind.outcome, "") if kind.is_taken else ("passed", "caution")
-        rows.append(Row(label, _kind_text(kind, tally, blocks), share, tone))
-    if len(rows) > _MOST_KINDS:
-        rows[_MOST_KINDS:] = [Row("...", f"and {len(rows) - _MOST_KINDS} more kinds of calls")]
-    return rows
+        rows.append(Row(label, _kind_text(kind, tally, blocks), tone))
+    more = len(rows) - _MOST_KINDS
+    return [*rows[:_MOST_KINDS], Row("...", f"and {more} more kinds of calls")] if more > 0 else rows
 
 
 def _kind_text(kind: CallKind, tally: CallTally, blocks: str) -> str:

@@ -22,8 +22,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_with_lse
 
-MOST_REPORTED = 5
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The calls in shares, for as many processes as there are."""
@@ -45,7 +43,7 @@ def _run(calls: Iterable[Call], device: str = "cpu") -> None:
     lines = [
         f"call {call.number}: {what}\n  {call}\n"
         f"  again: python -m pytest tests/contract/test_fuzz.py --fuzz-first {call.number} --fuzz-calls 1"
-        for call, what in islice(wrong, MOST_REPORTED)
+        for call, what in islice(wrong, 5)
     ]
     if lines:
         pytest.fail("\n".join(lines), pytrace=False)

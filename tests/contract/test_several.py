@@ -16,7 +16,6 @@ from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes import choose
 
-SHARED_BY = ("auto", "torch", "tiled", "online", "small_tiles", "small_budget")
 # Why calls of the table stay on the first device. All others are shared.
 REASONS = (
     "it has fewer than 1 queries or keys",
@@ -43,7 +42,7 @@ def test_the_bits_are_those_of_one_device() -> None:
     for case in cases:
         inputs, options = case.build()
         call = check_call(*inputs, **options)
-        for route in routes_for(case, of=SHARED_BY):
+        for route in routes_for(case, of=("auto", "torch", "tiled", "online", "small_tiles", "small_budget")):
             config = ROUTES[route]
             choice = choose(call, shared(config))
             if choice.route == "several":

@@ -87,17 +87,14 @@ def within_blocks(keys: int, ranges: list[tuple[int, int]], rule: tuple[Any, ...
     return seen
 
 
-def assert_blocks(mask: masks.BlockDiagonalMask, seen: Tensor, dtype: torch.dtype) -> None:
-    given = inputs((1, 3, seen.shape[0], 8), (1, 3, seen.shape[1], 8), dtype)
-    assert_exact(lambda *qkv: heads_first(memory_efficient_attention(*map(heads_first, qkv), mask)), given, seen)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_masks_of_blocks(name: str, dtype: torch.dtype) -> None:
     arguments, ranges, rule = BLOCKS[name]
     mask = getattr(masks, name).from_seqlens(*arguments)
-    assert_blocks(mask, within_blocks(mask.k_seqinfo.seqstart_py[-1], ranges, rule), dtype)
+    seen = within_blocks(mask.k_seqinfo.seqstart_py[-1], ranges, rule)
+    given = inputs((1, 3, seen.shape[0], 8), (1, 3, seen.shape[1], 8), dtype)
+    assert_exact(lambda *qkv: heads_first(memory_efficient_attention(*map(heads_first, qkv), mask)), given, seen)
 
 
 def test_blocks_never_make_a_mask_and_dropout_works_in_them() -> None:

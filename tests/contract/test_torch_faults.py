@@ -160,14 +160,10 @@ def test_of_the_calls_that_a_fault_concerns_those_without_such_values_keep_torch
 
 
 def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
-    def fails(kind: FaultyKind) -> bool:
-        raise error
-
     found = runtime.part(ShownFaults).found
-    fault = torch_faults.Fault("a test", "", lambda call: True, fails)
     words = "DefaultCPUAllocator: can't allocate memory", "could not construct a memory descriptor"
     for error in (torch.cuda.OutOfMemoryError("a test"), *map(RuntimeError, words)):
-        assert is_shown(fault, FLOAT32)
+        assert is_shown(torch_faults.Fault("a test", "", lambda call: True, Mock(side_effect=error)), FLOAT32)
         assert bool(found) == ("descriptor" in str(error))
 
 
@@ -221,13 +217,11 @@ def test_products_that_an_apple_m1_adds_up_wrongly_are_not_made(queries: int, ke
 def test_a_kernel_that_torch_promises_and_that_raises_is_left_with_one_warning(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tokens: int, entry: str
 ) -> None:
-    def lying(*args: Any, **kwargs: Any) -> Tensor:
-        raise RuntimeError(f"USE_FLASH_ATTENTION was not enabled for build. {entry} {tokens}")
-
     leaves = [torch.randn(1, 2, tokens, 16, requires_grad=entry == "gradients") for _ in range(3)]
     expected = reference_sdpa(*leaves)[0]
     for module in (interception, switch):
-        monkeypatch.setattr(module, "TORCH_SDPA", lying)
+        error = RuntimeError(f"USE_FLASH_ATTENTION was not enabled for build. {entry} {tokens}")
+        monkeypatch.setattr(module, "TORCH_SDPA", Mock(side_effect=error))
     for _ in range(2):
         with switch.patch_sdpa():
             out = (F.scaled_dot_product_attention if entry == "switch" else sdpa)(*leaves)
@@ -240,9 +234,7 @@ def test_a_kernel_that_torch_promises_and_that_raises_is_left_with_one_warning(
         sdpa(*leaves, config=TORCH)
 
 
-def test_a_call_that_torch_refuses_bans_its_kernel_for_calls_like_it_alone(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_torch_refuses_bans_its_kernel_for_calls_like_it_alone(runtime: Runtime, monkeypatch) -> None:
     """More heads than a grid has blocks, a kernel that a program forces, forward mode."""
     monkeypatch.setattr(torch_faults, "MOST_BLOCKS", 9)
     spatial, temporal = torch.randn(1, 2, 700, 16), torch.randn(1, 10, 700, 16)

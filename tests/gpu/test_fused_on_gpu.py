@@ -29,7 +29,6 @@ from pascal_attn_core.routes import why_not
 pytestmark = pytest.mark.gpu
 FUSED = AttentionConfig(route="fused")
 ATOMIC = replace(FUSED, atomic_gradients=True)
-MIB = 1 << 20
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
@@ -174,7 +173,7 @@ def test_the_forward_pass_takes_no_memory_but_its_output() -> None:
     _grouped(*call)
     with PeakMemory("cuda", follow=False) as peak:
         out = _grouped(*call)
-    assert peak.peak_bytes - out.numel() * out.element_size() <= MIB
+    assert peak.peak_bytes - out.numel() * out.element_size() <= 1 << 20
 
 
 def test_gradients_are_the_same_bits_every_time() -> None:

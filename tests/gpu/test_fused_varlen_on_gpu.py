@@ -15,7 +15,6 @@ from pascal_attn_core.observe import report
 pytestmark = pytest.mark.gpu
 Q_LENGTHS, K_LENGTHS = [5, 1300, 0, 1, 77, 200], [9, 2000, 30, 1, 0, 640]
 RULES: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (300, 70)}]
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def _attend(inputs: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("options", RULES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 60, 128])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_each_sequence_gets_the_answer_and_the_gradients_it_has_alone(
     dtype: torch.dtype, head_dim: int, options: dict[str, Any]
 ) -> None:

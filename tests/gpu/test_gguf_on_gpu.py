@@ -30,8 +30,6 @@ def test_a_whole_layer_has_the_definitions_weights(name: str) -> None:
     torch.testing.assert_close(linear(x.cuda(), weight, None).cpu(), x @ right.T, rtol=1e-3, atol=1e-2)
 
 
-# ---- inputs in 8 bits ------------------------------------------------------------------------------------------------
-
 needs_dp4a = pytest.mark.skipif(bool(why_no_product(_DEVICE, "Q8_0", 100, 8)), reason="needs dp4a")
 WAYS = ("kernel", "kernel_4x8", "float")
 

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.gpu
 _DEVICE = torch.device("cuda", torch.cuda.current_device())
 if reasons := why_not(_DEVICE, columns=64, untried=True):
     pytest.skip(reasons[0], allow_module_level=True)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LEAST_GAIN = 2.5
 
 
 def _call(
@@ -36,7 +34,7 @@ def _assert_bits(call: LinearCall) -> None:
     assert torch.equal(call.out.cpu(), before_activation(call).to(call.out.dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_every_bit_is_that_of_the_definition(rotation: int, dtype: torch.dtype) -> None:
     for rows, cols, columns in ((1, 320, 1280), (17, 77, 512), (333, 640, 768), (1025, 1030, 2304)):
@@ -84,4 +82,4 @@ def test_it_takes_less_than_40_percent_of_the_time_of_float32(rows: int, cols: i
     wide = weight.float()
     ours, theirs = median_times([lambda: run_linear(call), lambda: F.linear(call.x, wide, call.bias)], _DEVICE)
     print(f"\n{rows} x {cols} x {columns}: {ours:.2f} ms, float32 {theirs:.2f} ms, {theirs / ours:.2f} times")
-    assert theirs / ours >= LEAST_GAIN
+    assert theirs / ours >= 2.5

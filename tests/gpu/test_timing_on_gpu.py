@@ -14,7 +14,6 @@ from pascal_attn_core.routes import fused, route_named
 from pascal_attn_core.routes.timing import Timings
 
 pytestmark = pytest.mark.gpu
-BUDGET = 64 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +26,7 @@ def timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Timings
 
 
 def _ask(timings: Timings, call: AttentionCall) -> float | None:
-    return timings.fused_over_torch(route_named("fused"), call, BUDGET)
+    return timings.fused_over_torch(route_named("fused"), call, 64 << 20)
 
 
 def _call(dtype: torch.dtype = torch.float32, *, requires_grad: bool = False) -> AttentionCall:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,14 +81,6 @@ def run_unet(unet: Any, seed: int = 0, **arguments: Any) -> Tensor:
     sample, text = torch.randn(2, 4, 8, 8, generator=random), torch.randn(2, 7, 16, generator=random)
     with torch.no_grad():
         return unet(sample, 10, encoder_hidden_states=text, **arguments).sample
-
-
-def from_file(unet: nn.Module) -> nn.Module:
-    """The model as it is read from the file it is saved to."""
-    file = io.BytesIO()
-    torch.save(unet, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -178,10 +179,7 @@ def test_the_first_call_may_be_made_in_any_mode(kernels: CardKernels, mode: str,
 def test_no_thread_is_left_and_an_error_of_the_check_is_a_reason(kernels: CardKernels) -> None:
     before = threading.enumerate()
 
-    def fails(launch: Launch) -> None:
-        raise ZeroDivisionError("of the check")
-
-    kernels.driver.execute = fails
+    kernels.driver.execute = Mock(side_effect=ZeroDivisionError("of the check"))
     with pytest.raises(UnsupportedAttention, match="of the check"):
         sdpa(*_leaves(), config=FUSED)
     assert threading.enumerate() == before
@@ -256,9 +254,6 @@ def test_what_ships_is_loaded_checked_timed_and_launched(tmp_path: Path) -> None
         assert kernels.gpu.find_compiler(61).compiled == []
         torch.testing.assert_close(sdpa(*leaves, config=FUSED), out, atol=2e-3, rtol=2e-3)
     assert {launch.variant.name for launch in kernels.queued} == {"split-64-float16-none"}
-
-
-# ---- what the check finds --------------------------------------------------------------------------------------------
 
 
 VARIANTS = (

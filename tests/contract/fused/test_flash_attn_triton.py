@@ -127,9 +127,7 @@ def test_what_it_cannot_do_does_not_import_it(package: Callable[[], ModuleType],
 
 
 @pytest.mark.parametrize("why", ["off", "torch has a kernel", "NVIDIA", "ours stands in"])
-def test_it_is_not_imported_where_it_is_no_candidate(
-    package: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+def test_it_is_not_imported_where_it_is_no_candidate(package: Callable[[], ModuleType], monkeypatch, why: str) -> None:
     patch = None
     if why == "off":
         monkeypatch.delenv("FLASH_ATTENTION_TRITON_AMD_ENABLE")

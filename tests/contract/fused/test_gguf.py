@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from attn_support.clock import Clock
-from attn_support.fused.device import CardKernels, execute, fresh_card
+from attn_support.fused.device import execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, emulate
-from attn_support.fused.trials import Starter
+from attn_support.fused.trials import Starter, tried
+from attn_support.oracle import same_bits
 from attn_support.randomness import some
 from mutants import MUTANTS
 from torch import Tensor
@@ -19,27 +20,18 @@ from pascal_attn_core.fused.code.source import from_row, gguf_variants, source
 from pascal_attn_core.fused.launch.gguf import DTYPES, ExpandCall, expand_launches
 from pascal_attn_core.fused.linear import why_no_expansion
 from pascal_attn_core.fused.trust import trial, verify_linear
-from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.gguf import matrix as matrices
 from pascal_attn_core.gguf.matrix import ExpandTimings, GgufMatrix, linear
-from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
+from pascal_attn_core.machine.runtime import runtime_of, using
 from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
 CPU = torch.device("cpu")
-TABLES = (torch.int8, torch.float32)
 
 
 def expanded(blocks: Tensor, name: str, arithmetic: torch.dtype, table: torch.dtype, dtype: torch.dtype) -> Tensor:
     out = torch.full((len(blocks), FORMATS[name].weights), float("nan"), dtype=dtype)
     emulate(expand_launches(ExpandCall(blocks, name, arithmetic, table, out)))
     return out
-
-
-def same(found: Tensor, right: Tensor) -> bool:
-    """Whether both have the same bits, those of zeros included; any NaN is as good as another."""
-    nan = right.isnan()
-    bits = [t.masked_fill(nan, 0).view(torch.int16) for t in (found, right)]
-    return torch.equal(found.isnan(), nan) and torch.equal(*bits)
 
 
 @pytest.mark.parametrize("arithmetic", DTYPES, ids=str)
@@ -50,9 +42,9 @@ def test_every_bit_is_that_of_the_definition(name: str, arithmetic: torch.dtype)
         blocks = torch.randint(0, 256, (first + count * size,), dtype=torch.uint8)[first:].view(count, size)
         blocks[-1] = 255
         for dtype in DTYPES:
-            for table in TABLES:
+            for table in (torch.int8, torch.float32):
                 right = expand(blocks.clone(), name, arithmetic, table=table).to(dtype)
-                assert same(expanded(blocks, name, arithmetic, table, dtype), right)
+                assert same_bits(expanded(blocks, name, arithmetic, table, dtype), right)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -62,7 +54,7 @@ def test_zero_and_subnormal_scales(name: str) -> None:
     blocks[:4] = 0
     for arithmetic in DTYPES:
         right = expand(blocks, name, arithmetic)
-        assert same(expanded(blocks, name, arithmetic, torch.int8, arithmetic), right)
+        assert same_bits(expanded(blocks, name, arithmetic, torch.int8, arithmetic), right)
 
 
 def test_every_format_that_is_not_a_dtype_has_a_kernel() -> None:
@@ -82,22 +74,15 @@ def mutated(name: str) -> str:
     return source(GGUF_EXPAND).replace(MUTANTS[name].right, MUTANTS[name].wrong)
 
 
-def is_found(text: str | None) -> bool:
-    """Whether any variant with another text is refused at its first use."""
-    wrong = None if text is None else {GGUF_EXPAND: text}
+@pytest.mark.parametrize("mutant", [None, *some(EACH, 4)])
+def test_the_check_at_first_use_finds_what_is_wrong(mutant: str | None) -> None:
+    """Any variant with another text is refused at its first use."""
+    wrong = mutant and {GGUF_EXPAND: mutated(mutant)}
     errors = [
         verify_linear.expansion_error(variant, CPU, lambda launches: emulate(launches, mutated=wrong))
         for variant in gguf_variants()[1:3]
     ]
-    return max(errors) > 0
-
-
-@pytest.mark.parametrize("mutant", [None, *some(EACH, 4)])
-def test_the_check_at_first_use_finds_what_is_wrong(mutant: str | None) -> None:
-    if mutant is None:
-        assert not is_found(None)
-        return
-    assert is_found(mutated(mutant))
+    assert (max(errors) > 0) == (mutant is not None)
 
 
 def layer(name: str = "Q4_K", rows: int = 48, columns: int = 512) -> tuple[Tensor, GgufMatrix]:
@@ -152,11 +137,7 @@ def test_what_no_kernel_expands_has_a_reason() -> None:
 
 def test_the_kernels_are_tried_in_a_process_of_their_own(tmp_path: Path) -> None:
     start = Starter()
-    parts = {
-        Kernels: lambda runtime: CardKernels(runtime, StandIn()),
-        trial.Trials: lambda runtime: trial.Trials(runtime, start=start, folder=lambda: tmp_path),
-    }
-    with using(Runtime("cpu", CARD, parts)):
+    with using(tried(start, tmp_path)):
         assert why_no_expansion(CPU, "Q8_0", torch.float16, torch.float32) == ""
     assert [job.needed for job in start.jobs] == [[[GGUF_EXPAND, "float16", ""]]]
     said: list[dict[str, Any]] = []

@@ -29,7 +29,6 @@ from pascal_attn_core.reference.gguf_blocks import FORMATS
 CPU = torch.device("cpu")
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = [(variant.format, variant.rows) for variant in gguf_linear_variants()]
-OF_32 = [name for name in PRODUCT_FORMATS if FORMATS[name].weights == 32]
 
 
 def call(
@@ -68,7 +67,7 @@ def test_few_rows_have_a_kernel_of_their_own(name: str) -> None:
         used = gguf_linear_launches(given)[-1].function
         assert used == ("pa_gguf_few" if count <= 4 else "pa_gguf_some")
         check(given)
-    if name in OF_32:
+    if name in [name for name in PRODUCT_FORMATS if FORMATS[name].weights == 32]:
         for function, columns in itertools.product(FEW, (32, 96)):
             check(call(name, 2, 19, columns, bias=False), 8, function)
 
@@ -134,8 +133,6 @@ def test_tiles_come_in_bands_and_long_launches_in_pieces() -> None:
     assert same(given.out, expected_product(given, "pa_gguf_linear"))
 
 
-# ---- the check at first use must be able to fail ---------------------------------------------------------------------
-
 EACH = [name for name, mutant in MUTANTS.items() if mutant.file.endswith("gguf_linear.cu")]
 
 
@@ -179,9 +176,6 @@ def test_a_kernel_without_any_one_barrier_or_its_second_buffer_is_wrong() -> Non
     buffer = "place = (int)sizeof(Buffer) - place;"
     for mutant, line in [*mutants, (text.replace(buffer, ";"), buffer)]:
         assert not is_right(mutant), line
-
-
-# ---- on a card that is not here --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from attn_support.fused import device as cards
 from attn_support.fused.cases import LOWER_RIGHT, sized
-from attn_support.fused.device import (
-    CardKernels,
-    UncheckedKernels,
-    always_faster,
-    execute,
-    fresh_card,
-    passing_time,
-    route_of,
-)
 from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, RX_7600, HipStandIn
 from attn_support.fused.packed import each_alone
 from attn_support.oracle import cast
@@ -35,13 +28,12 @@ from pascal_attn_core.routes.timing import Timings
 
 CPU = torch.device("cpu")
 AUTO = AttentionConfig(math_limit_mib=0)
-CARDS = [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN]
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-@pytest.fixture(params=CARDS, ids=lambda info: f"{info.arch}-is-{info.known_arch}")
+@pytest.fixture(params=[RADEON_VII, RX_5700, RX_6800, OVERRIDDEN], ids=lambda info: f"{info.arch}-is-{info.known_arch}")
 def card(request: pytest.FixtureRequest):
-    with fresh_card(HipStandIn(request.param, execute), always_faster) as kernels:
+    with cards.fresh_card(HipStandIn(request.param, cards.execute), cards.always_faster) as kernels:
         yield kernels
 
 
@@ -67,7 +59,7 @@ def _calls(dtype: torch.dtype) -> list[Case]:
     "case", some((case for dtype in _TOLERANCE for case in _calls(dtype)), 18), ids=lambda case: case.name
 )
 def test_answers_and_gradients_are_those_of_the_definition(
-    card: CardKernels, no_torch_kernel: None, case: Case
+    card: cards.CardKernels, no_torch_kernel: None, case: Case
 ) -> None:
     inputs, options = case.build()
     leaves = [t.requires_grad_() for t in inputs[:3]]
@@ -84,7 +76,7 @@ def test_answers_and_gradients_are_those_of_the_definition(
     assert {launch.variant.arch for launch in card.queued} == {card.arch}
 
 
-def test_sequences_of_different_lengths_are_one_launch(card: CardKernels, no_torch_kernel: None) -> None:
+def test_sequences_of_different_lengths_are_one_launch(card: cards.CardKernels, no_torch_kernel: None) -> None:
     tokens, ends = torch.randn(90, 2, 64).half(), torch.tensor([0, 30, 90], dtype=torch.int32)
     out = flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 60, 60, causal=True)
     assert [bool(launch.params.cu_q) for launch in card.queued].count(True) == 1
@@ -100,19 +92,19 @@ def test_the_last_rows_have_their_keys_in_ranges_where_that_kernel_is_right() ->
 
     def without_ranges(launch: Launch) -> None:
         if launch.function != "pa_forward_ranges":
-            execute(launch)
+            cards.execute(launch)
 
     for run, functions in (
-        (execute, ["pa_forward", "pa_forward_ranges", "pa_combine"]),
+        (cards.execute, ["pa_forward", "pa_forward_ranges", "pa_combine"]),
         (without_ranges, ["pa_forward"]),
     ):
-        with fresh_card(HipStandIn(info, run)) as kernels:
+        with cards.fresh_card(HipStandIn(info, run)) as kernels:
             for _ in range(2):
                 out = sdpa(query, key, key, config=fused)
                 assert [launch.function for launch in kernels.queued][-len(functions) :] == functions
                 torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
             call = check_call(query, key, key)
-            assert (choose(call, fused).plan.tail is None) == (run is not execute)
+            assert (choose(call, fused).plan.tail is None) == (run is not cards.execute)
 
 
 def _inputs() -> list[torch.Tensor]:
@@ -127,15 +119,15 @@ def test_it_is_taken_where_it_is_faster_than_torchs_math(
 
     def clock(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
         asked.append(len(attempts))
-        passing_time(attempts, device)  # both really run
+        cards.passing_time(attempts, device)  # both really run
         return [ours, 2.0]
 
-    with fresh_card(HipStandIn(RADEON_VII, execute), clock, lambda: tmp_path):
+    with cards.fresh_card(HipStandIn(RADEON_VII, cards.execute), clock, lambda: tmp_path):
         text = explain(*_inputs(), config=AUTO)
         assert text.startswith(f"route {route}: torch has no fused kernel for this call on this device")
         assert f"timed on this card at {ours / 2:.2f} of the time of torch's math attention" in text.splitlines()[0]
-        assert (route_of(*_inputs(), config=AUTO), asked) == (route, [2])
-    with fresh_card(HipStandIn(RADEON_VII, execute), clock, lambda: tmp_path):
+        assert (cards.route_of(*_inputs(), config=AUTO), asked) == (route, [2])
+    with cards.fresh_card(HipStandIn(RADEON_VII, cards.execute), clock, lambda: tmp_path):
         assert explain(*_inputs(), config=AUTO).startswith(f"route {route}")
         (found,) = runtime_of(CPU).part(Timings).ratios("plain").values()
         assert (found, asked) == (ours / 2, [2])  # from the disk
@@ -149,21 +141,17 @@ def test_matrix_units_are_taken_where_they_are_faster_than_our_other_kernel_and_
 ) -> None:
     answers = iter([[1.0, plain], [over_math, 1.0], [over_math, 1.0]])
     query = torch.randn(1, 2, 150, 64).bfloat16()
-    with fresh_card(HipStandIn(RX_7600, execute), lambda *_: next(answers), kind=UncheckedKernels):
+    with cards.fresh_card(HipStandIn(RX_7600, cards.execute), lambda *_: next(answers), kind=cards.UncheckedKernels):
         text = explain(query, query, query, config=AUTO)
         assert text.startswith(f"route {route}"), text
         assert f"timed on this card at {over_math:.2f} of the time of torch's math attention" in text
-        assert route_of(query, query, query, config=AUTO) == route
+        assert cards.route_of(query, query, query, config=AUTO) == route
 
 
-def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(
-    no_torch_kernel: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*given: object, **options: object) -> None:
-        raise RuntimeError("HIP error: invalid device function")
-
+def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(no_torch_kernel: None, monkeypatch) -> None:
+    fails = Mock(side_effect=RuntimeError("HIP error: invalid device function"))
     monkeypatch.setattr(timing, "torch_sdpa", fails)
-    with fresh_card(HipStandIn(RADEON_VII, execute), passing_time), record() as report:
+    with cards.fresh_card(HipStandIn(RADEON_VII, cards.execute), cards.passing_time), record() as report:
         inputs = _inputs()
         out = sdpa(*inputs, config=AUTO)
         assert report.routes() == {"fused": 1}

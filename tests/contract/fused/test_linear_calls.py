@@ -4,25 +4,25 @@ import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from attn_support.clock import Clock
-from attn_support.fused.device import CardKernels, UncheckedKernels, execute, fresh_card
+from attn_support.fused.device import UncheckedKernels, execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, T4, V100, emulate
 from attn_support.fused.hip import RADEON_VII
 from attn_support.fused.linear import before_activation
 from attn_support.fused.modes import MODES
-from attn_support.fused.trials import Starter
+from attn_support.fused.trials import Starter, tried
 from attn_support.randomness import some
 
 from pascal_attn_core.fused.code.compilation import DtypeVariant
 from pascal_attn_core.fused.code.kinds import INT8_LINEAR
 from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.linear import LinearCall, run_linear, why_not
-from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.fused.trust.trial import Trials
+from pascal_attn_core.fused.trust.kernels import KernelUnavailable
 from pascal_attn_core.int8 import int8_linear
 from pascal_attn_core.int8.backends import LinearWays, backend_of
 from pascal_attn_core.machine.device import DeviceInfo
@@ -126,27 +126,16 @@ def test_a_layer_that_the_kernels_cannot_take_is_refused_with_the_reason() -> No
         ]
 
 
-def _tried(start: Starter, folder: Path) -> Runtime:
-    parts = {
-        Kernels: lambda runtime: CardKernels(runtime, StandIn()),
-        Trials: lambda runtime: Trials(runtime, start=start, folder=lambda: folder),
-    }
-    return Runtime("cpu", CARD, parts)
-
-
 def test_the_kernels_are_tried_in_a_process_of_their_own_before_the_first_layer(tmp_path: Path) -> None:
     start = Starter()
-    with using(_tried(start, tmp_path)):
+    with using(tried(start, tmp_path)):
         assert why_not(CPU, columns=64, untried=True) == []
         assert start.jobs == []
         assert why_not(CPU, columns=64) == why_not(CPU, columns=64, dtypes=[torch.float32]) == []
     assert [job.needed for job in start.jobs] == [[["int8_linear", "float16", ""]]]
-    with using(_tried(start, tmp_path)):  # another process
+    with using(tried(start, tmp_path)):  # another process
         assert why_not(CPU, columns=64) == []
     assert len(start.jobs) == 1
-
-
-# ---- ways ------------------------------------------------------------------------------------------------------------
 
 
 _wide = functools.partial(_call, dtype=torch.float32)
@@ -206,11 +195,6 @@ def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
 def test_int_mm_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LinearWays(Runtime(CPU)).why_no_int_mm == ""
 
-    def broken(*_: object) -> torch.Tensor:
-        raise RuntimeError("_int_mm is only supported on cards of compute capability 7.5\nand more")
-
-    monkeypatch.setattr(torch, "_int_mm", broken)
-    assert (
-        LinearWays(Runtime(CPU)).why_no_int_mm
-        == "torch._int_mm: _int_mm is only supported on cards of compute capability 7.5"
-    )
+    words = "_int_mm is only supported on cards of compute capability 7.5"
+    monkeypatch.setattr(torch, "_int_mm", Mock(side_effect=RuntimeError(f"{words}\nand more")))
+    assert LinearWays(Runtime(CPU)).why_no_int_mm == f"torch._int_mm: {words}"

@@ -21,7 +21,6 @@ from pascal_attn_core.reference import reference_sdpa
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 WRONG = 1e-2
 Text = str | LeftOut | None  # in place of a kernel's source; None: its own
-_BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 # The shuffles after it meet the warp too, but order no memory: on a CPU it cannot be missed.
 _UNSEEN = "flushed_max is complete"
 # head_dim, queries, keys: between them they notice every barrier of a kernel.
@@ -91,7 +90,7 @@ _OTHERS = [(kind, {"gfx906": "gfx1030"}.get(arch, "gfx906"), dtype) for kind, ar
 def test_a_kernel_without_any_one_barrier_is_wrong(kernel: Kernel) -> None:
     kind, _, dtype = kernel
     text = source(kind)
-    mutants = list(each_left_out(text, _BARRIER.finditer(text)))
+    mutants = list(each_left_out(text, re.compile(r"__sync(?:threads|warp)\(\);").finditer(text)))
     assert _worst(kernel, mutants[0][0]._replace(place=-1)) < (1e-3 if dtype == FLOAT32 else 5e-3)
     for mutant, line in mutants:
         if _UNSEEN not in line:

@@ -143,9 +143,6 @@ def test_a_block_mask_takes_no_more_than_the_budget(route: str) -> None:
             sdpa(*inputs, blocks, enable_gqa=True, config=replace(config, budget_mib=0.1))
 
 
-# ---- two devices -----------------------------------------------------------------------------------------------------
-
-
 SHARED = replace(FUSED, devices=("cpu", "cpu"), share_from_tokens=1)
 
 

@@ -31,16 +31,9 @@ from pascal_attn_core.routes.timing import Times
 TENSOR = AttentionConfig(route="fused-tensor")
 
 
-def _halves(case: Case) -> Case | None:
-    """The case in float16, if the kernels take it on a T4."""
-    if case.dtype in (torch.bfloat16, torch.float64):
-        return None
-    case = replace(case, dtype=torch.float16)
-    inputs, options = case.build()
-    return None if tensor_reasons(check_call(*inputs, **options), T4.capability) else case
-
-
-TAKEN = [taken for case in TABLE if (taken := _halves(case)) is not None]
+_HALVES = [replace(case, dtype=torch.float16) for case in TABLE if case.dtype not in (torch.bfloat16, torch.float64)]
+_BUILT = [(case, *case.build()) for case in _HALVES]
+TAKEN = [case for case, tensors, how in _BUILT if not tensor_reasons(check_call(*tensors, **how), T4.capability)]
 
 
 def _with_rounded_probs(inputs: list[Tensor | None], options: dict[str, Any]) -> Tensor:

@@ -30,17 +30,6 @@ Capability = tuple[int, int]
 Numbers = list[Tensor | None]
 
 
-def _halves(case: Case) -> Case | None:
-    """The case in float16, if the kernels take its gradients."""
-    if case.dtype in (torch.bfloat16, torch.float64):
-        return None
-    case = replace(case, dtype=torch.float16)
-    call = _call(*case.build())
-    if tensor_reasons(call, TURING) or not gradient_variants(call, TURING)[0].on_tensor_cores:
-        return None
-    return case
-
-
 @pytest.fixture(params=GENERATIONS)
 def capability(request: pytest.FixtureRequest) -> Capability:
     return GENERATIONS[request.param]
@@ -51,7 +40,13 @@ def _call(inputs: Numbers, options: dict[str, Any]) -> AttentionCall:
     return check_call(*leaves, **options)  # type: ignore[arg-type]
 
 
-TAKEN = [taken for case in GRADIENT_TABLE if (taken := _halves(case)) is not None]
+def _takes(call: AttentionCall) -> bool:
+    return not tensor_reasons(call, TURING) and gradient_variants(call, TURING)[0].on_tensor_cores
+
+
+_WIDE = (torch.bfloat16, torch.float64)
+_HALVES = [replace(case, dtype=torch.float16) for case in GRADIENT_TABLE if case.dtype not in _WIDE]
+TAKEN = [case for case in _HALVES if _takes(_call(*case.build()))]
 
 
 def _saved(inputs: Numbers, options: dict[str, Any], capability: Capability) -> Emulated:
@@ -202,13 +197,10 @@ def test_a_kernel_without_any_one_barrier_is_wrong(name: str, capability: Capabi
         return run_backward(*examples[place], seed=seed, mutated={kind: mutant}, only=kind), right[place]
 
     text = source(kind)
-    found = [m for m in re.finditer(r"__syncthreads\(\);", text) if not _of_other_code(text, m.start())]
+    guards = {found: text[: found.start()].rsplit("#if", 1)[-1] for found in re.finditer(r"__syncthreads\(\);", text)}
+    # The others are only compiled for masked or packed calls.
+    found = [match for match, guard in guards.items() if "KEPT" not in guard or "#endif" in guard]
     assert len(found) >= 5
     for mutant, line in some(each_left_out(text, found), 20):
         runs = [functools.partial(run, place, seed, mutant) for place in (0, 1) for seed in (1, 2, 3)]
         assert worst_error(runs, WRONG) > WRONG, line
-
-
-def _of_other_code(text: str, at: int) -> bool:
-    """Whether this place is only compiled for masked or packed calls."""
-    return "KEPT" in text[:at].rsplit("#if", 1)[-1] and "#endif" not in text[:at].rsplit("#if", 1)[-1]

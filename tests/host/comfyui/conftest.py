@@ -25,7 +25,6 @@ from attn_support.comfy.server import ComfyServer, Host, base_directory
 HERE = Path(__file__).parent
 SUPPORT = HERE.parents[1] / "support" / "comfy" / "inside"
 PROBE_PACK = HERE / "probe_pack"
-BUILDER = SUPPORT / "comfy_tiny_build.py"
 RUNNING: list[ComfyServer] = []
 
 
@@ -66,7 +65,7 @@ def tiny_models(comfy_host: Host, tmp_path_factory: pytest.TempPathFactory) -> t
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not manifest.is_file():
-            run_host(comfy_host, [str(BUILDER)], TINY_MODELS=str(folder))
+            run_host(comfy_host, [str(SUPPORT / "comfy_tiny_build.py")], TINY_MODELS=str(folder))
     return folder, json.loads(manifest.read_text())
 
 
@@ -97,9 +96,7 @@ StartServer = Callable[..., ComfyServer]
 
 
 @pytest.fixture(scope="session")
-def start_server(
-    comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartServer]:
+def start_server(comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory) -> Iterator[StartServer]:
     """``start_server(*arguments, packs=..., placed={"folder": ...}, VARIABLE="1")`` waits until it answers."""
 
     def start(
@@ -152,9 +149,7 @@ def run_host(host: Host, arguments: list[str], timeout_s: float = 1800, **enviro
 
 
 @pytest.fixture(scope="session")
-def host_script(
-    comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., str]:
+def host_script(comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory) -> Callable[..., str]:
     """``host_script(code, *arguments of ComfyUI)``: what code after ``from comfy_inproc import *`` printed there."""
 
     def run(code: str, *arguments: str) -> str:

@@ -7,21 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attn_support.comfy.graph import (
-    CHUNKING,
-    FAMILIES,
-    INT8,
-    Captured,
-    Graph,
-    Link,
-    Patch,
-    attention_patch,
-    capture,
-    largest_difference,
-)
+from attn_support.comfy import graph as graphs
 from attn_support.comfy.server import ComfyServer
 
-PROBE_PACK = Path(__file__).parent / "probe_pack"
 ROUNDING = 3e-5
 PACKS = {
     "KJNODES": "PathchSageAttentionKJ",  # a node by which the pack is known to have loaded
@@ -30,8 +18,8 @@ PACKS = {
     "ADVANCED_CONTROLNET": "ACN_AdvancedControlNetApply",
 }
 FOLDERS = {name: os.environ.get(f"PASCAL_ATTN_{name}", "") for name in PACKS}
-Model = Callable[[Graph], Link]
-WHOLE = attention_patch(route="tiled")
+Model = Callable[[graphs.Graph], graphs.Link]
+WHOLE = graphs.attention_patch(route="tiled")
 # A node that changes the model of a family, by pack.
 MODEL_NODES = [
     ("KJNODES", "WanVideoEnhanceAVideoKJ", "wan_t2v"),
@@ -48,7 +36,7 @@ def crowded(start_server: Callable[..., ComfyServer]) -> ComfyServer:
     folders = [Path(folder) for folder in FOLDERS.values() if folder]
     if not folders:
         pytest.skip("no folder of another pack is given")
-    return start_server("--use-pytorch-cross-attention", packs=(PROBE_PACK, *folders))
+    return start_server("--use-pytorch-cross-attention", packs=(Path(__file__).parent / "probe_pack", *folders))
 
 
 def known(server: ComfyServer, pack: str, node: str = "") -> dict:
@@ -64,13 +52,13 @@ def known(server: ComfyServer, pack: str, node: str = "") -> dict:
     return nodes[node or PACKS[pack]]
 
 
-def defaults(described: dict, graph: Graph, family: str) -> dict:
+def defaults(described: dict, graph: graphs.Graph, family: str) -> dict:
     """The inputs that a node asks for besides the model, at their defaults."""
     given = {}
     for name, entry in described["input"].get("required", {}).items():
         kind, options = entry[0], entry[1] if len(entry) > 1 else {}
         if kind == "LATENT":
-            class_type, inputs = FAMILIES[family].latent
+            class_type, inputs = graphs.FAMILIES[family].latent
             given[name] = graph.add(class_type, **inputs)
         elif isinstance(kind, list) or kind == "COMBO":
             choices = kind if isinstance(kind, list) else options["options"]
@@ -80,13 +68,13 @@ def defaults(described: dict, graph: Graph, family: str) -> dict:
     return given
 
 
-def sampled(server: ComfyServer, load: Model, *patches: Patch, family: str = "sd15") -> Captured:
+def sampled(server: ComfyServer, load: Model, *patches: graphs.Patch, family: str = "sd15") -> graphs.Captured:
     """The latent of a family from ``load``'s model through the patches."""
-    graph = Graph()
-    return capture(server, graph, graph.sample(graph.patched(load(graph), patches), FAMILIES[family]))[0]
+    graph = graphs.Graph()
+    return graphs.capture(server, graph, graph.sample(graph.patched(load(graph), patches), graphs.FAMILIES[family]))[0]
 
 
-def plain(graph: Graph) -> Link:
+def plain(graph: graphs.Graph) -> graphs.Link:
     return graph.load("sd15")
 
 
@@ -94,16 +82,16 @@ def plain(graph: Graph) -> Link:
 def test_its_effect_is_kept_in_both_orders(crowded: ComfyServer, pack: str, node: str, family: str) -> None:
     described = known(crowded, pack, node)
 
-    def through(*names: str) -> Captured:
-        graph = Graph()
+    def through(*names: str) -> graphs.Captured:
+        graph = graphs.Graph()
         theirs = node, defaults(described, graph, family)
         model = graph.patched(graph.load(family), [WHOLE if name == "ours" else theirs for name in names])
-        return capture(crowded, graph, graph.sample(model, FAMILIES[family]))[0]
+        return graphs.capture(crowded, graph, graph.sample(model, graphs.FAMILIES[family]))[0]
 
     stock = through(node)
     for order in ((node, "ours"), ("ours", node)):
         both = through(*order)
-        assert largest_difference(both, stock) < ROUNDING, order
+        assert graphs.largest_difference(both, stock) < ROUNDING, order
         assert both.run.taken == both.run.calls > 0, order
 
 
@@ -115,7 +103,7 @@ def test_a_sage_patch_before_ours_is_replaced_and_is_named(crowded: ComfyServer)
         ours = sampled(crowded, plain, (node, sage), WHOLE)
     except AssertionError as error:
         pytest.skip(f"the node needs a package that this host has not: {str(error)[:200]}")
-    assert largest_difference(ours, sampled(crowded, plain)) < ROUNDING
+    assert graphs.largest_difference(ours, sampled(crowded, plain)) < ROUNDING
     assert any("KJNodes) is replaced" in line for line in ours.log), ours.log
 
 
@@ -126,7 +114,7 @@ def with_picture(server: ComfyServer, host_script: Callable[..., str]) -> Model:
     host_script(f"from comfy_other_packs import *\nwrite_ipadapter({str(path)!r}, {str(embeds)!r})")
     settings = {"weight": 1.0, "weight_type": "linear", "start_at": 0.0, "end_at": 1.0, "embeds_scaling": "V only"}
 
-    def model(graph: Graph) -> Link:
+    def model(graph: graphs.Graph) -> graphs.Link:
         adapter = graph.add("IPAdapterModelLoader", ipadapter_file=path.name)
         seen = graph.add("IPAdapterLoadEmbeds", embeds=embeds.name)
         links = {"model": graph.load("sd15"), "ipadapter": adapter, "pos_embed": seen, "neg_embed": seen}
@@ -139,13 +127,13 @@ def test_a_picture_of_ipadapter_gives_what_it_gives_without_ours(
     crowded: ComfyServer, host_script: Callable[..., str]
 ) -> None:
     model = with_picture(crowded, host_script)
-    stock, both = sampled(crowded, model), sampled(crowded, model, WHOLE, CHUNKING)
-    effect = largest_difference(stock, sampled(crowded, plain))
+    stock, both = sampled(crowded, model), sampled(crowded, model, WHOLE, graphs.CHUNKING)
+    effect = graphs.largest_difference(stock, sampled(crowded, plain))
     assert effect > 10 * ROUNDING, "it changes nothing"
-    assert largest_difference(both, stock) < ROUNDING
+    assert graphs.largest_difference(both, stock) < ROUNDING
     assert both.run.taken == both.run.calls > 0
-    rounded = sampled(crowded, model, INT8)
-    assert 0 < largest_difference(rounded, stock) < max(0.1, effect)
+    rounded = sampled(crowded, model, graphs.INT8)
+    assert 0 < graphs.largest_difference(rounded, stock) < max(0.1, effect)
     assert not rounded.says("0 of 0 linear layers")
 
 
@@ -157,18 +145,18 @@ def test_a_controlnet_of_advanced_controlnet_keeps_its_effect(
     path = crowded.base / "models" / "controlnet" / "tiny.safetensors"
     host_script(f"from comfy_other_packs import *\nwrite_controlnet({str(path)!r})")
 
-    def run(strength: float, *patches: Patch) -> Captured:
-        graph = Graph()
-        latent = graph.sample(graph.patched(graph.load("sd15"), patches), FAMILIES["sd15"])
+    def run(strength: float, *patches: graphs.Patch) -> graphs.Captured:
+        graph = graphs.Graph()
+        latent = graph.sample(graph.patched(graph.load("sd15"), patches), graphs.FAMILIES["sd15"])
         texts = graph.prompt[latent[0]]["inputs"]
         net = graph.add("ACN_ControlNetLoaderAdvanced", cnet=path.name)
         picture = graph.add("EmptyImage", width=128, height=128, batch_size=1, color=0x4080C0)
         links = {"positive": texts["positive"], "negative": texts["negative"], "control_net": net, "image": picture}
         applied = graph.add(apply, strength=strength, start_percent=0.0, end_percent=1.0, **links)
         texts.update(positive=applied, negative=[applied[0], 1])
-        return capture(crowded, graph, latent)[0]
+        return graphs.capture(crowded, graph, latent)[0]
 
     stock, both = run(1.0), run(1.0, WHOLE)
-    assert largest_difference(stock, run(0.0)) > 10 * ROUNDING, "it changes nothing"
-    assert largest_difference(both, stock) < ROUNDING
+    assert graphs.largest_difference(stock, run(0.0)) > 10 * ROUNDING, "it changes nothing"
+    assert graphs.largest_difference(both, stock) < ROUNDING
     assert both.run.taken == both.run.calls > 0

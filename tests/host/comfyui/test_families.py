@@ -33,9 +33,7 @@ WAYS += [("plain_server", *how) for how in ((OVERRIDE, "auto"), (OVERRIDE, "tile
 
 @pytest.mark.parametrize(("on", "coverage", "route"), WAYS)
 @every_family
-def test_the_patch_gives_the_same_latent(
-    request: pytest.FixtureRequest, family: str, on: str, coverage: str, route: str
-) -> None:
+def test_the_patch_gives_the_same_latent(request, family: str, on: str, coverage: str, route: str) -> None:
     server: ComfyServer = request.getfixturevalue(on)
     ours, host = sample(server, family, attention_patch(route=route, coverage=coverage)), stock(server, family)
     assert largest_difference(ours, host) < ROUNDING

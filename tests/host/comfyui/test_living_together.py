@@ -7,52 +7,38 @@ from itertools import count
 
 import pytest
 import torch
-from attn_support.comfy.graph import (
-    CHUNKING,
-    FAMILIES,
-    INT8,
-    Captured,
-    Graph,
-    Link,
-    Patch,
-    attention_patch,
-    capture,
-    largest_difference,
-    patch_runs,
-    sample,
-    sample_graph,
-)
+from attn_support.comfy import graph as graphs
 from attn_support.comfy.server import ComfyServer, WorkflowError
 
 ROUNDING = 2e-5  # of the latent's largest value, as in test_families
-TILED, TORCH = attention_patch(route="tiled"), attention_patch(route="torch")
-WHOLE = attention_patch(coverage="whole model")
+TILED, TORCH = graphs.attention_patch(route="tiled"), graphs.attention_patch(route="torch")
+WHOLE = graphs.attention_patch(coverage="whole model")
 both_coverages = pytest.mark.parametrize("patch", [TILED, WHOLE], ids=["override", "whole model"])
 
 
 @functools.cache
-def stock(server: ComfyServer) -> Captured:
+def stock(server: ComfyServer) -> graphs.Captured:
     """SD1.5 without our patch."""
-    return sample(server, "sd15")
+    return graphs.sample(server, "sd15")
 
 
-def other(kind: str) -> Patch:
+def other(kind: str) -> graphs.Patch:
     return "ProbeOtherPatch", {"kind": kind, "tag": "other"}
 
 
-def lora(family: str) -> Patch:
+def lora(family: str) -> graphs.Patch:
     return "LoraLoaderModelOnly", {"lora_name": f"tiny_lora_{family}.safetensors", "strength_model": 1.0}
 
 
 @pytest.mark.parametrize("family", ["sd15", "wan_t2v"])
 @pytest.mark.parametrize("lora_first", [True, False])
 @both_coverages
-def test_a_lora_works_before_and_after(server: ComfyServer, family: str, lora_first: bool, patch: Patch) -> None:
-    with_lora = sample(server, family, lora(family))
-    ours = sample(server, family, *([lora(family), patch] if lora_first else [patch, lora(family)]))
-    assert largest_difference(ours, with_lora) < ROUNDING
+def test_a_lora_works_before_and_after(server: ComfyServer, family: str, lora_first: bool, patch: graphs.Patch) -> None:
+    with_lora = graphs.sample(server, family, lora(family))
+    ours = graphs.sample(server, family, *([lora(family), patch] if lora_first else [patch, lora(family)]))
+    assert graphs.largest_difference(ours, with_lora) < ROUNDING
     assert ours.run.taken == with_lora.counts["sdpa"]
-    assert largest_difference(sample(server, family), with_lora) > 100 * ROUNDING
+    assert graphs.largest_difference(graphs.sample(server, family), with_lora) > 100 * ROUNDING
 
 
 @pytest.mark.parametrize(("earlier", "calls"), [("auto", 16), ("run it first", 16), ("replace it", 8)])
@@ -60,11 +46,14 @@ def test_a_lora_works_before_and_after(server: ComfyServer, family: str, lora_fi
 def test_a_patch_before_ours_runs_first_unless_told_otherwise(
     server: ComfyServer, kind: str, earlier: str, calls: int
 ) -> None:
-    graph, tag = Graph(), uuid.uuid4().hex
-    patches = [("ProbeOtherPatch", {"kind": kind, "tag": tag}), attention_patch(min_keys=78, earlier_patch=earlier)]
-    latent = graph.sample(graph.patched(graph.load("sd15"), patches), FAMILIES["sd15"])
-    ours = capture(server, graph, latent, tag=tag)[0]
-    assert largest_difference(ours, stock(server)) < ROUNDING
+    graph, tag = graphs.Graph(), uuid.uuid4().hex
+    patches = [
+        ("ProbeOtherPatch", {"kind": kind, "tag": tag}),
+        graphs.attention_patch(min_keys=78, earlier_patch=earlier),
+    ]
+    latent = graph.sample(graph.patched(graph.load("sd15"), patches), graphs.FAMILIES["sd15"])
+    ours = graphs.capture(server, graph, latent, tag=tag)[0]
+    assert graphs.largest_difference(ours, stock(server)) < ROUNDING
     assert ours.run.taken == ours.run.passed == 8
     assert ours.counts["other"] == calls
     said = "is replaced" if earlier == "replace it" else "runs before this node"
@@ -72,21 +61,21 @@ def test_a_patch_before_ours_runs_first_unless_told_otherwise(
 
 
 def test_whole_model_reaches_what_a_patch_after_ours_calls(server: ComfyServer) -> None:
-    ours = sample(server, "sd15", WHOLE, other("replace"))
-    assert largest_difference(ours, stock(server)) < ROUNDING
+    ours = graphs.sample(server, "sd15", WHOLE, other("replace"))
+    assert graphs.largest_difference(ours, stock(server)) < ROUNDING
     assert ours.run.taken == ours.run.calls == stock(server).counts["sdpa"]
 
 
 def test_two_clones_in_one_graph_keep_their_own_settings(server: ComfyServer) -> None:
-    graph = Graph()
+    graph = graphs.Graph()
     model = graph.load("sd15")
     models = [graph.patched(model, [patch]) for patch in (TILED, TORCH)]
-    latents = [graph.sample(m, FAMILIES["sd15"]) for m in (models[0], model, models[1], models[0])]
-    results = capture(server, graph, *latents)
+    latents = [graph.sample(m, graphs.FAMILIES["sd15"]) for m in (models[0], model, models[1], models[0])]
+    results = graphs.capture(server, graph, *latents)
     routes = [run.routes for run in results[0].runs]
     assert sorted(map(tuple, routes)) == [("tiled",), ("tiled",), ("torch",)]
     for result in results:
-        assert largest_difference(result, stock(server)) < ROUNDING
+        assert graphs.largest_difference(result, stock(server)) < ROUNDING
     assert torch.equal(results[1].tensors[0], stock(server).tensors[0])
     assert torch.equal(results[0].tensors[0], results[3].tensors[0])
 
@@ -100,21 +89,21 @@ def test_two_clones_in_one_graph_keep_their_own_settings(server: ComfyServer) ->
 )
 @both_coverages
 def test_cancelled_or_failed_in_the_middle_the_next_run_is_clean(
-    server: ComfyServer, patch: Patch, action: str, status: str, message: str, calls: int
+    server: ComfyServer, patch: graphs.Patch, action: str, status: str, message: str, calls: int
 ) -> None:
     """The third of four model evaluations ends badly, once; the same graph then gives what the unpatched one gives."""
     trip = ("ProbeTrip", {"action": action, "at_call": 3})
-    graph, latent = sample_graph("sd15", [patch, trip], "accident", steps=4)
+    graph, latent = graphs.sample_graph("sd15", [patch, trip], "accident", steps=4)
     with pytest.raises(WorkflowError) as failed:
-        capture(server, graph, latent)
+        graphs.capture(server, graph, latent)
     outcome = failed.value.outcome
     assert outcome is not None
     assert outcome.status == status
     assert message in outcome.message
-    assert [run.taken for run in patch_runs(outcome.log)] == [calls]
-    again = capture(server, graph, latent)[0]
-    undisturbed = sample(server, "sd15", steps=4)  # after it: the host forgets what a prompt does not use
-    assert largest_difference(again, undisturbed) < ROUNDING
+    assert [run.taken for run in graphs.patch_runs(outcome.log)] == [calls]
+    again = graphs.capture(server, graph, latent)[0]
+    undisturbed = graphs.sample(server, "sd15", steps=4)  # after it: the host forgets what a prompt does not use
+    assert graphs.largest_difference(again, undisturbed) < ROUNDING
     assert again.run.taken == again.run.calls == undisturbed.counts["sdpa"]
 
 
@@ -133,7 +122,7 @@ def texts(server: ComfyServer) -> list[list[str]]:
 
 def test_cancel_does_not_wait_for_the_attention_call_to_end(server: ComfyServer) -> None:
     """12544 tokens in tiles of 64 keys on one core: one call takes many seconds."""
-    graph, latent = sample_graph("sd15", [attention_patch(route="tiled", tile_size=64)], "long")
+    graph, latent = graphs.sample_graph("sd15", [graphs.attention_patch(route="tiled", tile_size=64)], "long")
     graph.add("ProbeCapture", value=latent, path=str(server.base / "never.pt"), tag="")
     sizes = [node["inputs"] for node in graph.prompt.values() if node["class_type"] == "EmptyLatentImage"]
     sizes[0].update(width=896, height=896)
@@ -145,15 +134,17 @@ def test_cancel_does_not_wait_for_the_attention_call_to_end(server: ComfyServer)
     outcome = server.outcome(server.wait(prompt_id), log_from)
     assert outcome.status == "interrupted"
     assert time.monotonic() - pressed < 10.0
-    assert [run.calls for run in patch_runs(outcome.log)] == [1]
+    assert [run.calls for run in graphs.patch_runs(outcome.log)] == [1]
 
 
-@pytest.mark.parametrize("patches", [[TILED], [WHOLE, CHUNKING]], ids=["attention", "attention and feed-forward"])
-def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patches: list[Patch]) -> None:
+@pytest.mark.parametrize(
+    "patches", [[TILED], [WHOLE, graphs.CHUNKING]], ids=["attention", "attention and feed-forward"]
+)
+def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patches: list[graphs.Patch]) -> None:
     """ComfyUI's default: what the first pass saves and what its recomputation saves must be the same."""
-    graph = Graph()
+    graph = graphs.Graph()
     latent = graph.add("ProbeFresh", value=graph.add("EmptyLatentImage", width=128, height=128, batch_size=1))
-    family = FAMILIES["sd15"]
+    family = graphs.FAMILIES["sd15"]
     text = graph.add("ProbeCond", tokens=family.tokens, dim=family.dim, pooled=0, mask=False, seed=1)
     wanted = {"steps": 2, "training_dtype": "fp32", "lora_dtype": "fp32", "gradient_checkpointing": True}
     if not server.request("/object_info/SaveLoRA"):
@@ -168,36 +159,33 @@ def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patc
     outcome = server.run(graph.prompt)
     assert outcome.status == "success", outcome.message
     calls = stock(server).counts["sdpa"]  # of two evaluations; each is computed again in the backward pass
-    assert [(run.taken, run.passed) for run in patch_runs(outcome.log)] == [(2 * calls, 0)]
-
-
-# ---- the other nodes -------------------------------------------------------------------------------------------------
+    assert [(run.taken, run.passed) for run in graphs.patch_runs(outcome.log)] == [(2 * calls, 0)]
 
 
 @pytest.mark.parametrize("family", ["minimax_h3"], indirect=True)
 def test_chunked_the_latent_is_the_same(server: ComfyServer, family: str) -> None:
-    ours = sample(server, family, CHUNKING)
-    assert largest_difference(ours, sample(server, family)) < ROUNDING
+    ours = graphs.sample(server, family, graphs.CHUNKING)
+    assert graphs.largest_difference(ours, graphs.sample(server, family)) < ROUNDING
     line = next(line for line in ours.log if "feed-forward modules chunked" in line)
     assert "0 of" not in line, line
 
 
 def test_patches_work_together_in_any_order(server: ComfyServer) -> None:
-    alone = sample(server, "sd15", INT8)
-    for patches in ((CHUNKING, TILED), (TILED, CHUNKING), (INT8, CHUNKING, TILED)):
-        ours, is_exact = sample(server, "sd15", *patches), INT8 not in patches
+    alone = graphs.sample(server, "sd15", graphs.INT8)
+    for patches in ((graphs.CHUNKING, TILED), (TILED, graphs.CHUNKING), (graphs.INT8, graphs.CHUNKING, TILED)):
+        ours, is_exact = graphs.sample(server, "sd15", *patches), graphs.INT8 not in patches
         assert ours.run.taken == stock(server).counts["sdpa"]
         assert ours.says("4 of 4 feed-forward modules chunked")
         assert is_exact or ours.says("linear layers in int8")
-        assert largest_difference(ours, stock(server) if is_exact else alone) < (ROUNDING if is_exact else 0.1)
+        assert graphs.largest_difference(ours, stock(server) if is_exact else alone) < (ROUNDING if is_exact else 0.1)
 
 
 SEEDS = count(1)
 
 
-def flash_graph(*, enabled: bool | None) -> tuple[Graph, Link, int]:
+def flash_graph(*, enabled: bool | None) -> tuple[graphs.Graph, graphs.Link, int]:
     """A latent through our switch (None = without it) and the node of the other pack, which runs anew each time."""
-    graph, seed = Graph(), next(SEEDS)
+    graph, seed = graphs.Graph(), next(SEEDS)
     latent = graph.add("EmptyLatentImage", width=64, height=64, batch_size=1)
     if enabled is not None:
         latent = graph.add("PascalFlashAttnFunctions", value=latent, enabled=enabled)
@@ -206,10 +194,10 @@ def flash_graph(*, enabled: bool | None) -> tuple[Graph, Link, int]:
 
 def test_a_pack_works_while_it_is_on_and_the_report_counts_its_calls(server: ComfyServer) -> None:
     with pytest.raises(WorkflowError, match="flash_attn"):
-        capture(server, *flash_graph(enabled=None)[:2])
+        graphs.capture(server, *flash_graph(enabled=None)[:2])
     graph, latent, seed = flash_graph(enabled=True)
     node, _ = graph.add("PascalAttentionReport", exactness_check=False, value=latent)
-    found, text = capture(server, graph, latent, [node, 2])
+    found, text = graphs.capture(server, graph, latent, [node, 2])
     query = torch.randn(1, 40, 2, 8, generator=torch.Generator().manual_seed(seed)).transpose(1, 2)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).transpose(1, 2)
     torch.testing.assert_close(found.tensors[0], expected)
@@ -217,14 +205,14 @@ def test_a_pack_works_while_it_is_on_and_the_report_counts_its_calls(server: Com
     assert "flash_attn.flash_attn_func" in text.text
     assert any("flash_attn, sageattention, xformers now find this pack's functions" in line for line in found.log)
     with pytest.raises(WorkflowError, match="flash_attn"):
-        capture(server, *flash_graph(enabled=False)[:2])
+        graphs.capture(server, *flash_graph(enabled=False)[:2])
 
 
 def test_steps_that_comfyui_skips_are_the_same_beside_us(server: ComfyServer) -> None:
     cache = ("EasyCache", {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False})
-    whole, skipping = sample(server, "sd15", steps=6), sample(server, "sd15", cache, steps=6)
+    whole, skipping = graphs.sample(server, "sd15", steps=6), graphs.sample(server, "sd15", cache, steps=6)
     assert 0 < skipping.counts["sdpa"] < whole.counts["sdpa"]
     for patches in ((cache, TILED), (TILED, cache)):
-        ours = sample(server, "sd15", *patches, steps=6)
+        ours = graphs.sample(server, "sd15", *patches, steps=6)
         assert ours.run.taken == skipping.counts["sdpa"]
-        assert largest_difference(ours, skipping) < ROUNDING
+        assert graphs.largest_difference(ours, skipping) < ROUNDING

@@ -59,9 +59,7 @@ def test_the_host_knows_every_node_and_every_input(server: ComfyServer, name: st
 
 @pytest.mark.parametrize("host", ["server", "plain_server"])
 @every_workflow
-def test_it_runs_and_gives_what_it_gives_without_the_pack(
-    request: pytest.FixtureRequest, name: str, prompt: Prompt, host: str
-) -> None:
+def test_it_runs_and_gives_what_it_gives_without_the_pack(request, name: str, prompt: Prompt, host: str) -> None:
     server: ComfyServer = request.getfixturevalue(host)
     patched = run(server, prompt)
     plain = run(server, without_ours(prompt))

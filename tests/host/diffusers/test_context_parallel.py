@@ -20,15 +20,12 @@ from pascal_attn_core import patch_imports, record
 
 patch_imports()  # before diffusers asks what is installed
 import torch
+from attn_support import tiny_pipelines
 from attn_support.parallel.processes import run_in
-from diffusers import ContextParallelConfig, WanTransformer3DModel
+from diffusers import ContextParallelConfig
 from pascal_attn_core.diffusers import PascalAttnProcessor
 
-torch.manual_seed(0)
-model = WanTransformer3DModel(
-    patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
-    freq_dim=256, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
-).eval()
+model = tiny_pipelines.model("WanTransformer3DModel (text to video)", num_layers=2)
 given = torch.randn(1, 4, 2, 16, 16), torch.tensor([3]), torch.randn(1, 12, 16)
 
 

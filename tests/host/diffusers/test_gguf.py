@@ -209,9 +209,7 @@ def test_layers_that_diffusers_own_kernels_compute_are_left_to_them(monkeypatch:
         patch_gguf(layer("Q8_0"))
 
 
-def test_a_layer_that_others_wrapped_while_patched_passes_calls_through(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_layer_that_others_wrapped_while_patched_passes_calls_through(monkeypatch, caplog) -> None:
     module, x = layer("Q8_0"), torch.randn(3, 512)
     expected = module(x)
     with patch_gguf(module):
@@ -229,12 +227,7 @@ def test_a_weight_that_was_replaced_is_the_hosts() -> None:
         assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
 
 
-# ---- inputs in 8 bits ------------------------------------------------------------------------------------------------
-
-IN_8_BITS = [name for name in FORMATS if not ways.why_not(name, 512)]
-
-
-@pytest.mark.parametrize("name", IN_8_BITS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if not ways.why_not(name, 512)])
 def test_int8_takes_layers_of_each_format(name: str) -> None:
     module, x = layer(name), torch.randn(2, 65, 512)
     x[..., ::64] *= 50  # eight channels

@@ -6,32 +6,25 @@ import pytest
 from attn_support import fresh
 
 PROGRAM = """
-import sys
+import dataclasses
 import torch
-from diffusers import UNet2DConditionModel, WanTransformer3DModel
 from diffusers.utils.import_utils import is_sageattention_available, is_xformers_available, is_xformers_version
 from pascal_attn_core.observe.report import record
+from tools.families import families
 
 assert is_sageattention_available() and is_xformers_available() and is_xformers_version(">=", "0.0.29")
-torch.manual_seed(0)
-wan = WanTransformer3DModel(
-    patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
-    freq_dim=256, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
-).eval()
-given = torch.randn(1, 4, 2, 16, 16), torch.tensor([3]), torch.randn(1, 12, 16)
+known = {family.name: family for family in families()}
+family = known["WanTransformer3DModel (text to video)"]
+wan, given = dataclasses.replace(family, sizes=family.sizes | {"num_layers": 2}).build(), family.arguments()
 with torch.no_grad():
-    expected = wan(*given).sample
+    expected = wan(**given).sample
     for backend in ("sage", "sage_varlen", "_sage_qk_int8_pv_fp16_triton", "xformers", "flash"):
         wan.set_attention_backend(backend)
         with record() as seen:
-            torch.testing.assert_close(wan(*given).sample, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+            torch.testing.assert_close(wan(**given).sample, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
         assert seen.total == 4, (backend, seen.total)
-unet = UNet2DConditionModel(
-    block_out_channels=(4, 8), layers_per_block=1, sample_size=32, in_channels=4, out_channels=4, norm_num_groups=2,
-    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    cross_attention_dim=8, attention_head_dim=2,
-)
-given = torch.randn(1, 4, 16, 16), torch.tensor([3]), torch.randn(1, 12, 8)
+family = known["UNet2DConditionModel (Stable Diffusion 1.5)"]
+unet, given = family.build(), family.arguments()
 grads = []
 for is_xformers in (False, True):
     if is_xformers:
@@ -44,7 +37,7 @@ for is_xformers in (False, True):
         assert {type(p).__name__ for p in unet.attn_processors.values()} == {"XFormersAttnProcessor"}
     unet.zero_grad()
     with record() as seen:
-        out = unet(*given).sample
+        out = unet(**given).sample
     out.square().mean().backward()
     grads.append([out.detach(), *(p.grad for p in unet.parameters() if p.grad is not None)])
 assert seen.total > 0

@@ -17,8 +17,6 @@ from pascal_attn_core.ffn import FfnReport, patch_ffn
 from tools.families import families
 from tools.families.proof import outputs
 
-IDS = torch.randint(0, 90, (2, 48), generator=torch.Generator().manual_seed(0))
-
 
 def _same_output_sliced(model: nn.Module, call: Callable[[nn.Module], Tensor], tokens: int = 8) -> FfnReport:
     torch.manual_seed(0)
@@ -64,8 +62,13 @@ SMALL = {
 }  # fmt: skip
 
 
+def _transformers(name: str, **sizes: Any) -> nn.Module:
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**sizes))
+
+
 def _logits(model: nn.Module) -> Tensor:
-    out = model(input_ids=IDS)
+    out = model(input_ids=torch.randint(0, 90, (2, 48), generator=torch.Generator().manual_seed(0)))
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
@@ -78,21 +81,15 @@ def _logits(model: nn.Module) -> Tensor:
     ],
 )
 def test_models_of_transformers(name: str, sizes: dict[str, Any]) -> None:
-    kind = getattr(transformers, name)
-    report = _same_output_sliced(kind(kind.config_class(**{"vocab_size": 100, **IDS_OF_TEXT, **sizes})), _logits)
+    report = _same_output_sliced(_transformers(name, **{"vocab_size": 100, **IDS_OF_TEXT, **sizes}), _logits)
     assert (report.count("on"), len(report.lines)) == (2, 2), report.text()
-
-
-def _transformers(name: str, **changes: Any) -> nn.Module:
-    kind = getattr(transformers, name)
-    return kind(kind.config_class(**SMALL, **changes))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: diffusers.SanaTransformer2DModel(num_layers=1), r"got .*: .*convolution"),
-        (lambda: _transformers("MixtralForCausalLM", num_local_experts=4), r"got .*: .*experts"),
+        (lambda: _transformers("MixtralForCausalLM", **SMALL, num_local_experts=4), r"got .*: .*experts"),
     ],
     ids=["convolutions", "experts"],
 )

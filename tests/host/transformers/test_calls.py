@@ -69,9 +69,7 @@ def test_what_would_be_silently_wrong_is_refused(name: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "llama4"])
-def test_weights_that_are_asked_for_are_those_of_eager(
-    registered: str, family: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_are_asked_for_are_those_of_eager(registered: str, family: str, caplog) -> None:
     model, inputs = tiny.build(family), tiny.prompt()
 
     def run() -> Any:

@@ -66,9 +66,7 @@ def stock(name: str, model_type: str, kind: str) -> Tensor | None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_model_computes_anything_else_under_our_name(
-    registered: str, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_model_computes_anything_else_under_our_name(registered: str, kind: str, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     same, wrong = [], []
     for model_type, names in some(KINDS[kind].items(), 12):

@@ -1,4 +1,5 @@
-"""Whole models give the same logits and tokens through our attention as through the host's own."""
+"""Whole models give the same logits and tokens through our attention as through the host's own, and a long
+prefill takes O(N) memory."""
 
 from typing import Any
 
@@ -10,6 +11,7 @@ from attn_support.tiny_models import DECODERS, ENCODERS, SEQ2SEQ, difference
 from torch import Tensor
 
 import pascal_attn_core.transformers as host
+from pascal_attn_core.observe.memory import PeakMemory
 
 SAME = 1e-4  # rounding, through a network, in units of the largest logit
 WRONG = 1e-2
@@ -137,3 +139,27 @@ def test_a_mask_of_one_s_own_is_used_as_it_is(model: Any, dtype: torch.dtype) ->
     assert difference(ours, stock) < SAME
     causal = tiny.with_attention(model, "sdpa", lambda: tiny.logits(model, inputs))
     assert difference(stock, causal) > WRONG
+
+
+TOKENS = 4096
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": TOKENS, "num_key_value_heads": 1}
+ONE_LAYER |= {"num_attention_heads": 2, "hidden_size": 32, "head_dim": 16}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "llama4", "packed"])
+def test_nothing_of_the_size_of_the_mask_exists(family: str) -> None:
+    own = {"mistral": {"sliding_window": 512}, "llama4": {"attention_chunk_size": 512}}.get(family, {})
+    if family == "llama4":
+        own |= {"layer_types": ["chunked_attention"], "no_rope_layers": [1]}
+    model = tiny.build("llama" if family == "packed" else family, **ONE_LAYER, **own)
+    tiny.use(model, tiny.NAME)
+    peaks = {}
+    for tokens in (TOKENS // 2, TOKENS):
+        inputs = tiny.prompt(batch=1, length=tokens, padding=100 if family == "llama" else 0)
+        if family == "packed":
+            inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.arange(tokens)[None] % 1000}
+        with torch.no_grad(), PeakMemory("cpu") as memory:
+            model.model(**inputs, use_cache=False)
+        peaks[tokens] = memory.peak_bytes
+    assert memory.largest_tensor_bytes < TOKENS * TOKENS / 2, "a mask takes L*S bytes, scores take more"
+    assert peaks[TOKENS] < 2.2 * peaks[TOKENS // 2]

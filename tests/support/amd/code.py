@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from pascal_attn_core.fused.code.amd_code import arch_of
 
+from .. import elf
+
 OBJDUMP = shutil.which("llvm-objdump-16")
 # Scalar registers by name: the numbers that their encodings have.
 VCC, M0, NULL, EXEC = 106, 124, 125, 126
@@ -126,15 +128,11 @@ def _kernel(name: str, descriptor: bytes, instructions: tuple[Instruction, ...])
 
 def _symbols(code: bytes) -> Iterator[tuple[str, int]]:
     """(name, place in the file) of all dynamic symbols."""
-    (sections,) = struct.unpack_from("<Q", code, 40)
-    size, count = struct.unpack_from("<HH", code, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", code, sections + i * size) for i in range(count)]
-    _, _, _, _, first, length, texts, _, _, entry = next(h for h in headers if h[1] == 11)  # SHT_DYNSYM
-    for at in range(first, first + length, entry):
-        name, _, _, section, address = struct.unpack_from("<IBBHQ", code, at)
-        start = headers[texts][4] + name
-        _, _, _, loaded_at, offset, *_ = headers[section]
-        yield code[start : code.index(b"\0", start)].decode(), offset + address - loaded_at
+    sections = elf.sections(code)
+    named = {section.name: section.content for section in sections}
+    for name, _, _, at, address in struct.iter_unpack("<IBBHQ8x", named[".dynsym"]):
+        text = named[".dynstr"][name:].partition(b"\0")[0]
+        yield text.decode(), sections[at].at + address - sections[at].address
 
 
 _LINE = re.compile(r"\s(\w+)(.*?)\s*// ([0-9A-F]+): [^<]*(?:<\w+(?:\+0x([0-9a-f]+))?>)?")

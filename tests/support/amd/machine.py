@@ -52,7 +52,9 @@ def run(launch: Launch, kernel: MachineKernel, watch: Watch | None = None) -> in
         raise NotImplementedError(f"{kernel.name}: {', '.join(sorted(unknown))}")
     memory = Memory(launch.keep)
     arguments = memory.put(bytes(launch.params))
-    packet = memory.put(_packet(launch))
+    # The queue's packet with the sizes of blocks and grid (HSA Platform System Architecture Specification).
+    threads = (launch.threads * launch.grid[0], *launch.grid[1:])
+    packet = memory.put(struct.pack("<HHHHHHIII", 0, 3, launch.threads, 1, 1, 0, *threads) + bytes(40))
     operations = [OPERATIONS[i.name] for i in kernel.instructions]
     if watch is None:
         operations = rows_of_products(kernel.instructions, operations)
@@ -77,13 +79,6 @@ def _watched(operation: Operation, watch: Watch) -> Operation:
         operation(wave, i)
 
     return run
-
-
-def _packet(launch: Launch) -> bytes:
-    """Return the queue's packet with the sizes of blocks and grid (HSA Platform System Architecture Specification,
-    Kernel dispatch packet)."""
-    threads = (launch.threads * launch.grid[0], *launch.grid[1:])
-    return struct.pack("<HHHHHHIII", 0, 3, launch.threads, 1, 1, 0, *threads) + bytes(40)
 
 
 def _words(number: int | None, count: int) -> list[int]:

@@ -12,14 +12,9 @@ SCALAR: dict[str, Operation] = {}
 Condition = Callable[[int], bool]
 
 
-def _low(number: int) -> int:
-    """The low 16 bits, signed."""
-    return (number & 0xFFFF) - ((number & 0x8000) << 1)
-
-
 _READ: dict[str, Callable[..., int]] = {
     "u": Wave.scalar, "i": Wave.signed, "U": Wave.scalar64, "c": lambda wave, _: wave.scc,
-    "k": lambda wave, o: _low(o.number), "K": lambda wave, o: o.number & 0xFFFF,
+    "k": lambda wave, o: (o.number & 0xFFFF) - ((o.number & 0x8000) << 1), "K": lambda wave, o: o.number & 0xFFFF,
 }  # fmt: skip
 
 

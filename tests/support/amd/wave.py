@@ -65,8 +65,6 @@ class Wave:
         self.store_counter = "vmcnt" if size == 64 else "vscnt"
         self.write_lanes(EXEC, ALL)
 
-    # ---- scalars -----------------------------------------------------------------------------------------------------
-
     def scalar(self, operand: Operand) -> int:
         return (self.scalars[operand.number] if operand.kind == "s" else operand.number) & 0xFFFFFFFF
 
@@ -100,8 +98,6 @@ class Wave:
             self.write_scalar64(register, mask)
         else:
             self.write_scalar(register, mask)
-
-    # ---- vectors -----------------------------------------------------------------------------------------------------
 
     def raw(self, operand: Operand) -> np.ndarray:
         """The bits that a sign belongs to."""
@@ -145,8 +141,6 @@ class Wave:
     def write_mask(self, register: int, lanes: np.ndarray) -> None:
         """A comparison's answer: 0 in the lanes that are not active."""
         self.write_lanes(register, number_of(lanes & self.lanes))
-
-    # ---- transfers ---------------------------------------------------------------------------------------------------
 
     def receive(
         self, counter: str, register: int, lanes: np.ndarray, words: np.ndarray, *, in_order: bool = True

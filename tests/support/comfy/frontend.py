@@ -20,14 +20,9 @@ def open_page(browser: Browser, server: ComfyServer, **settings: Any) -> None:
     browser.wait_for("return !document.querySelector('.p-progressspinner') && document.body.innerText.includes('Run')")
 
 
-def run_command(browser: Browser, name: str) -> None:
-    """A command of the front end, ``"Comfy.BrowseTemplates"``."""
-    browser.script("return app.extensionManager.command.execute(arguments[0]).then(() => true)", name)
-
-
 def open_template(browser: Browser, name: str) -> float:
     """Search a template of our pack in the template browser and click it; the zoom at which it opens."""
-    run_command(browser, "Comfy.BrowseTemplates")
+    browser.script("return app.extensionManager.command.execute('Comfy.BrowseTemplates').then(() => true)")
     browser.fill(browser.find("[role=dialog] input[type=text], .p-dialog input"), name)
     card = f"[data-testid='template-workflow-{name}'] img"
     browser.find(card)
@@ -78,14 +73,9 @@ def fit(browser: Browser, margin: int = 24) -> None:
     time.sleep(0.5)
 
 
-def graph_size(browser: Browser) -> tuple[float, float]:
-    """Width and height of the graph in its own units."""
-    return browser.script(_BOUNDS + "return [width, height]")
-
-
 def picture(browser: Browser, path: Path, zoom: float = 1.0, margin: int = 24) -> Path:
     """The graph alone, without the menus around it, as a PNG of ``zoom`` pixels per unit of the graph."""
-    size = (round(side * zoom) + 2 * margin for side in graph_size(browser))
+    size = (round(side * zoom) + 2 * margin for side in browser.script(_BOUNDS + "return [width, height]"))
     browser.resize(*size)
     browser.script(_ADD_STYLE, _ONLY_THE_GRAPH)
     fit(browser, margin)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from attn_support.comfy.server import ComfyServer, Outcome, WorkflowError
+from attn_support.comfy.server import ComfyServer, WorkflowError
 from torch import Tensor
 
 Link = list[Any]  # [node id, output number]
@@ -143,11 +143,8 @@ def capture(server: ComfyServer, graph: Graph, *values: Link, tag: str = "", tim
     outcome = server.run(graph.prompt, timeout_s)
     if outcome.status != "success":
         raise WorkflowError(f"{outcome.status}: {outcome.message}", outcome)
-    return [_captured(torch.load(path, weights_only=True), outcome) for path in paths]
-
-
-def _captured(saved: dict[str, Any], outcome: Outcome) -> Captured:
-    return Captured(saved["tensors"], saved["text"], Counter(saved["counts"]), outcome.log, patch_runs(outcome.log))
+    saved, runs = [torch.load(path, weights_only=True) for path in paths], patch_runs(outcome.log)
+    return [Captured(each["tensors"], each["text"], Counter(each["counts"]), outcome.log, runs) for each in saved]
 
 
 def sample_graph(name: str, patches: Iterable[Patch], tag: str, **options: Any) -> tuple[Graph, Link]:

@@ -35,10 +35,7 @@ def run(tallies: Iterable[tuple[Any, dict[str, Any]]] = (), **changes: Any) -> A
 
 def findings(*runs: Any, build: Any = CU126, attention: str = "attention_sub_quad", **changes: Any) -> Any:
     shown = [entry if isinstance(entry, FIND.Shown) else FIND.Shown(entry) for entry in runs]
-    memory = {entry.run.device: 11 << 30 for entry in shown}
-    return FIND.Findings(
-        machine(build), shown, host={"ComfyUI": "0.33.0", "attention": attention}, memory=memory, **changes
-    )
+    return FIND.Findings(machine(build), shown, host={"ComfyUI": "0.33.0", "attention": attention}, **changes)
 
 
 def blocks(number: int, family: str = "double", **values: Any) -> list[tuple[Any, dict[str, Any]]]:

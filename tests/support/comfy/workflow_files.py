@@ -138,7 +138,8 @@ def small_prompt(name: str, file_of: Callable[[str], str]) -> Prompt:
     if tiny.dim:
         _replace_conditioning(prompt, tiny)
     _replace_sound(prompt)
-    _replace_loras(prompt)
+    for key in [key for key, node in prompt.items() if node["class_type"] == "LoraLoaderModelOnly"]:
+        redirect(prompt, [key, 0], prompt.pop(key)["inputs"]["model"])  # no tiny LoRA is made
     if not tiny.decodes:
         latent = _add(prompt, "EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
         decode, report = find(prompt, "VAEDecode"), find(prompt, "PascalAttentionReport")
@@ -178,12 +179,6 @@ def _replace_sound(prompt: Prompt) -> None:
         key for key, node in prompt.items() if node["class_type"] in ("LTXVAudioVAELoader", "LTXVAudioVAEDecode")
     ]:
         del prompt[key]
-
-
-def _replace_loras(prompt: Prompt) -> None:
-    """No tiny LoRA is made: the model goes past it."""
-    for key in [key for key, node in prompt.items() if node["class_type"] == "LoraLoaderModelOnly"]:
-        redirect(prompt, [key, 0], prompt.pop(key)["inputs"]["model"])
 
 
 def _replace_loaders(prompt: Prompt, tiny: Tiny, file_of: Callable[[str], str]) -> None:

@@ -93,11 +93,6 @@ class UncheckedKernels(CardKernels):
         return 0.0
 
 
-def _trusted(kind: type[Trials]) -> type[Trials]:
-    """The trials of a card on which every kernel has had its own."""
-    return type(f"Trusted{kind.__name__}", (kind,), {"is_trusted": True})
-
-
 class Timed(Timings):
     """A card for which ``ratio`` and ``times`` are known for every kind of call; None = it was never timed."""
 
@@ -194,7 +189,7 @@ def _card(
     parts = {
         Kernels: lambda runtime: kind(runtime, driver, **options),
         **timings,
-        Trials: _trusted(Trials),
+        Trials: type("TrustedTrials", (Trials,), {"is_trusted": True}),  # every kernel has had its own
     }
     with using(Runtime("cpu", driver.card, parts)) as runtime:
         kernels = runtime.part(Kernels)

@@ -19,11 +19,13 @@ from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaDriver
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.device import DeviceInfo
+from tools.models import sass
 
+from .. import elf
 from .answers import Answers, fails_once, library
 from .emulation import CARD, structure_of
 
-__all__ = ["Compiler", "StandIn", "cubin", "fails_once", "read_elf", "usage"]
+__all__ = ["Compiler", "StandIn", "cubin", "fails_once", "usage"]
 _ARGUMENTS = {
     "cuInit": 1,
     "cuGetErrorString": 2,
@@ -43,8 +45,8 @@ _REGISTERS, _SHARED_BYTES, _THREADS, _GRID_X, _GRID_YZ = 65536, 48 << 10, 1024, 
 # With leave (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES), by compute capability: CUDA C++ programming guide.
 _MAX_DYNAMIC_SHARED = 8
 _MOST_SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227}
-_CUDA_MACHINE, _NO_BITS = 190, 8
-_PARAM_CBANK, _MAX_THREADS = 0x0A, 0x05  # attributes in .nv.info, see :func:`_attributes`
+_CUDA_MACHINE = 190
+_PARAM_CBANK, _MAX_THREADS = 0x0A, 0x05  # attributes in .nv.info
 
 
 class Function(NamedTuple):
@@ -85,8 +87,6 @@ class StandIn(Answers, CudaDriver):
         found = [f"{len(self._stack)} contexts on the stack"] * bool(self._stack)
         return found + super().left_behind()
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
-
     @property
     def _stack(self) -> list[int]:
         return self._thread.__dict__.setdefault("stack", [])
@@ -99,9 +99,7 @@ class StandIn(Answers, CudaDriver):
     def _current(self) -> int:
         return self._stack[-1] if self._stack else self._thread.__dict__.get("torchs", 0)
 
-    def _cuInit(self, flags: int) -> int:
-        self._is_ready = True
-        return self._wrong(1, f"cuInit({flags})") if flags else 0
+    _cuInit = Answers._begin
 
     def _cuDeviceGet(self, device: int, index: int) -> int:
         if index >= self.devices:
@@ -136,32 +134,33 @@ class StandIn(Answers, CudaDriver):
     def _cuModuleLoadData(self, module: int, image: int) -> int:
         if not self._current:
             return self._wrong(201, "an image loaded without a current context")
-        elf = read_elf(image)
-        if elf is None or elf.machine != _CUDA_MACHINE:
+        code = self.image_at(image)
+        if code[:4] != b"\x7fELF" or struct.unpack_from("<H", code, 18) != (_CUDA_MACHINE,):
             return 200
-        major, minor = divmod(elf.flags & 0xFF, 10)
+        major, minor = divmod(sass.arch(code), 10)
         assert self.card.capability is not None
         if major != self.card.capability[0] or minor > self.card.capability[1]:
             return 209
-        ctypes.c_void_p.from_address(module).value = self._handle((self._current, elf))
+        ctypes.c_void_p.from_address(module).value = self._handle((self._current, code))
         return 0
 
     def _cuModuleGetFunction(self, function: int, module: int, name: int) -> int:
         kernel, found = ctypes.string_at(name).decode(), self._given.get(module)
         if not isinstance(found, tuple) or isinstance(found, Function):
             return self._wrong(400, f"{module:#x} is no module")
-        context, elf = found
+        context, code = found
         if self._current != context:
             return self._wrong(201, f"{kernel} asked for in another context than its module's")
-        if f".text.{kernel}" not in elf.sections:
+        sections = {section.name: section for section in elf.sections(code)}
+        if f".text.{kernel}" not in sections:
             return 500
-        info = _attributes(elf.sections[f".nv.info.{kernel}"].content)
-        shared = elf.sections.get(f".nv.shared.{kernel}")
+        info = elf.attributes(sections[f".nv.info.{kernel}"].content)
+        shared = sections.get(f".nv.shared.{kernel}")
         described = Function(
             kernel,
             context,
-            self.variants[elf.image],
-            elf.sections[f".text.{kernel}"].info >> 24,
+            self.variants[code],
+            sections[f".text.{kernel}"].info >> 24,
             0 if shared is None else shared.size,
             struct.unpack_from("<H", info[_PARAM_CBANK], 6)[0],
             struct.unpack_from("<I", info[_MAX_THREADS])[0] if _MAX_THREADS in info else 0,
@@ -212,55 +211,6 @@ class StandIn(Answers, CudaDriver):
         return self._queue(Launch(kernel.variant, kernel.name, (x, y, z), threads, structure.from_buffer_copy(given)))
 
 
-class Section(NamedTuple):
-    info: int
-    size: int
-    content: bytes
-
-
-class Elf(NamedTuple):
-    image: bytes
-    machine: int
-    flags: int
-    sections: dict[str, Section]
-
-
-_ELF = struct.Struct("<4s12xHHIQQQIHHHHHH")
-_SECTION = struct.Struct("<IIQQQQIIQQ")
-
-
-def read_elf(address: int) -> Elf | None:
-    """The ELF file at an address, whose length only its headers tell; None: there is none."""
-    head = ctypes.string_at(address, 4)
-    if head != b"\x7fELF":
-        return None
-    _, _, machine, _, _, segments, table, flags, _, segment_size, num_segments, size, count, names = _ELF.unpack(
-        ctypes.string_at(address, _ELF.size)
-    )
-    headers = [_SECTION.unpack(ctypes.string_at(address + table + i * size, _SECTION.size)) for i in range(count)]
-    ends = [at + length for _, kind, _, _, at, length, *_ in headers if kind != _NO_BITS]
-    image = ctypes.string_at(address, max(table + count * size, segments + num_segments * segment_size, *ends))
-    names_at = headers[names][4]
-    sections = {
-        image[names_at + name :].partition(b"\0")[0].decode():
-            Section(info, length, b"" if kind == _NO_BITS else image[at : at + length])
-        for name, kind, _, _, at, length, _, info, *_ in headers
-    }  # fmt: skip
-    return Elf(image, machine, flags, sections)
-
-
-def _attributes(content: bytes) -> dict[int, bytes]:
-    """The attributes of a section .nv.info: format, number, and two bytes, which with format 4 are the length of what
-    follows."""
-    found, at = {}, 0
-    while at < len(content):
-        kind, number, value = struct.unpack_from("<BBH", content, at)
-        if kind == 4:
-            found[number] = content[at + 4 : at + 4 + value]
-        at += 4 + value * (kind == 4)
-    return found
-
-
 def cubin(variant: Compilation, arch: int, registers: int = 255, shared_bytes: int = 33024) -> bytes:
     """A file like those that NVRTC makes, as far as a driver looks at it before it runs anything; no machine code."""
     sections: list[tuple[str, int, int, bytes, int]] = [(".comment", 1, 0, variant.name.encode(), 0)]
@@ -270,18 +220,18 @@ def cubin(variant: Compilation, arch: int, registers: int = 255, shared_bytes: i
         sections += [
             (f".text.{name}", 1, registers << 24, bytes(16), 0),
             (f".nv.info.{name}", 0x70000000, 0, attributes, 0),
-            (f".nv.shared.{name}", _NO_BITS, 0, b"", shared_bytes),
+            (f".nv.shared.{name}", elf.NO_BITS, 0, b"", shared_bytes),
         ]
     names = b"\0" + b"".join(name.encode() + b"\0" for name, *_ in sections) + b".shstrtab\0"
     sections.append((".shstrtab", 3, 0, names, 0))
-    body, headers, name_at = b"", [bytes(_SECTION.size)], 1
+    body, headers, name_at = b"", [bytes(elf.SECTION.size)], 1
     for name, kind, info, content, length in sections:
-        place = _ELF.size + len(body)
-        headers.append(_SECTION.pack(name_at, kind, 0, 0, place, length or len(content), 0, info, 4, 0))
+        place = elf.HEAD.size + len(body)
+        headers.append(elf.SECTION.pack(name_at, kind, 0, 0, place, length or len(content), 0, info, 4, 0))
         body += content + bytes(-len(content) % 8)
         name_at += len(name) + 1
-    head = _ELF.pack(b"\x7fELF", 2, _CUDA_MACHINE, 1, 0, 0, _ELF.size + len(body), arch, _ELF.size, 0, 0,
-                     _SECTION.size, len(headers), len(headers) - 1)  # fmt: skip
+    head = elf.HEAD.pack(b"\x7fELF", 2, _CUDA_MACHINE, 1, 0, 0, elf.HEAD.size + len(body), arch, elf.HEAD.size, 0, 0,
+                     elf.SECTION.size, len(headers), len(headers) - 1)  # fmt: skip
     return head + body + b"".join(headers)
 
 

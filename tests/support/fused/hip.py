@@ -88,11 +88,7 @@ class HipStandIn(Answers, HipDriver):
     def _device(self) -> int:
         return getattr(self._thread, "device", 0)
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
-
-    def _hipInit(self, flags: int) -> int:
-        self._is_ready = True
-        return self._wrong(1, f"hipInit({flags})") if flags else 0
+    _hipInit = Answers._begin
 
     def _hipRuntimeGetVersion(self, version: int) -> int:
         ctypes.c_int.from_address(version).value = 6_03_42133
@@ -111,7 +107,7 @@ class HipStandIn(Answers, HipDriver):
     _hipThreadExchangeStreamCaptureMode = Answers._exchange_mode
 
     def _hipModuleLoadData(self, module: int, image: int) -> int:
-        content = next((known for known in self.variants if _lies_at(known, image)), b"")
+        content = self.image_at(image)
         found = read(content)
         if found is None:
             return 200
@@ -172,10 +168,6 @@ class HipStandIn(Answers, HipDriver):
         if _has_dot_products(found.variant) and not amd_geometry.has_dots(self.card.known_arch or "gfx900"):
             return self._wrong(719, f"{name}: an instruction that {self.card.true_arch} does not have")
         return self._queue(Launch(found.variant, name, (x, y, z), threads, structure.from_buffer_copy(given)))
-
-
-def _lies_at(known: bytes, address: int) -> bool:
-    return ctypes.string_at(address, 4) == known[:4] and ctypes.string_at(address, len(known)) == known
 
 
 def _argument_buffer(pointers: int, extra: int) -> tuple[str, bytes]:

@@ -6,7 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pascal_attn_core.fused.trust.trial import Job
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.fused.trust.trial import Job, Trials
+from pascal_attn_core.machine.runtime import Runtime
+
+from .device import CardKernels
+from .driver import StandIn
+from .emulation import CARD
 
 _CHILD = """
 import json, os, signal, sys, time
@@ -40,3 +46,12 @@ class Starter:
 
     def started(self, errors: Any, *arguments: str) -> Any:
         return subprocess.Popen([sys.executable, "-c", self.code, *arguments], stderr=errors)
+
+
+def tried(start: Starter, folder: Path) -> Runtime:
+    """A card whose kernels such children try, with what the folder says about earlier ones."""
+    parts = {
+        Kernels: lambda runtime: CardKernels(runtime, StandIn()),
+        Trials: lambda runtime: Trials(runtime, start=start, folder=lambda: folder),
+    }
+    return Runtime("cpu", CARD, parts)

@@ -47,7 +47,8 @@ def check(call: Call, device: str = "cpu") -> None:
     precision = precision_of(call)
     answers = ways(call, built, precision)
     heads = built.poisoned
-    _compare("out", out, [_dropped(way.out, call) for way in answers], call.torch_dtype, heads[..., None, None], call)
+    outs = [Bounded(*map(torch.zeros_like, way.out)) if call.dropout_p == 1 else way.out for way in answers]
+    _compare("out", out, outs, call.torch_dtype, heads[..., None, None], call)
     if lse is not None:
         _compare("lse", lse, [way.lse for way in answers], precision.sums, heads[..., None], call)
     if call.wants:
@@ -142,10 +143,6 @@ def ways(call: Call, built: Built, precision: Precision) -> list[oracle.Forward]
     large = built.bias is not None and bool((built.bias.abs() > 30).any())
     rest = (built.allowed, built.bias, _scale(call), call.softcap, sinks, precision)
     return [oracle.attend(*built.clean, *rest, rounded=rounded) for rounded in ((True, False) if large else (True,))]
-
-
-def _dropped(out: Bounded, call: Call) -> Bounded:
-    return Bounded(torch.zeros_like(out.value), torch.zeros_like(out.error)) if call.dropout_p == 1 else out
 
 
 def _check_gradients(call, built, tensors, mask, sinks, out, lse, answers, precision) -> None:

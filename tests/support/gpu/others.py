@@ -3,6 +3,7 @@
 import ctypes
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from attn_support import mps
@@ -27,14 +28,10 @@ def believe(kind: str) -> None:
             setattr(module, name, lambda *_, answer=answer: answer)
     if kind == "mps":
         torch.baddbmm, torch.bmm = mps.baddbmm, mps.bmm
-        torch._fused_sdp_choice = _none  # type: ignore[assignment]
+        torch._fused_sdp_choice = Mock(side_effect=NotImplementedError("there is no kernel for it on MPS"))
     else:
         interception.TORCH_SDPA = _fused  # type: ignore[attr-defined]
     tensors.serve(lambda device=None: 0, kind)
-
-
-def _none(*arguments: Any, **options: Any) -> int:
-    raise NotImplementedError("there is no kernel for it on MPS")
 
 
 def _fused(*tensors: Any, **options: Any) -> torch.Tensor:

@@ -10,15 +10,17 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from .. import elf
 
 _OWN = Path(sys.executable).with_name("nvdisasm")  # where ``make nvdisasm`` puts it
 NVDISASM = os.environ.get("NVDISASM") or (str(_OWN) if _OWN.exists() else None)
 WANTED = "needs nvdisasm 12 to read machine code: make nvdisasm, or NVDISASM=PATH"
 # The registers that hold nothing: RZ, URZ, PT, UPT.
+_PARAM_CBANK = 0x0A  # attribute of a kernel
 ZERO = {"R": 255, "UR": 63, "P": 7, "UP": 7}
 
 
@@ -114,22 +116,12 @@ def kernels(code: bytes) -> dict[str, MachineKernel]:
     arch = flags & 0xFF
     if not 50 <= arch <= 75:
         raise NotImplementedError(f"sm_{arch}")
-    sections = dict(_sections(code))
+    sections = {section.name: section for section in elf.sections(code)}
     bodies = (body.split("\n", 1) for body in re.split(r"\n//-+ \.text\.", text)[1:])
     return {name: _kernel(name, arch, body, sections) for name, body in ((h.split(" ", 1)[0], b) for h, b in bodies)}
 
 
-def _sections(code: bytes) -> Iterator[tuple[str, tuple[bytes, int]]]:
-    """The sections of an ELF file by name: content, size."""
-    table, size, count, names = struct.unpack_from("<Q", code, 40) + struct.unpack_from("<HHH", code, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * size) for i in range(count)]
-    texts = headers[names][4]
-    for name, kind, _, _, offset, length, *_ in headers:
-        content = b"" if kind == 8 else code[offset : offset + length]  # SHT_NOBITS
-        yield code[texts + name : code.index(b"\0", texts + name)].decode(), (content, length)
-
-
-def _kernel(name: str, arch: int, body: str, sections: dict[str, tuple[bytes, int]]) -> MachineKernel:
+def _kernel(name: str, arch: int, body: str, sections: dict[str, elf.Section]) -> MachineKernel:
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in body.splitlines():
@@ -138,21 +130,11 @@ def _kernel(name: str, arch: int, body: str, sections: dict[str, tuple[bytes, in
         elif re.match(r"\s+/\*[0-9a-f]+\*/\s+[^/\s]", line):
             instructions.append(instruction(line, arch))
     banks = (re.fullmatch(rf"\.nv\.constant([1-9])(\.{re.escape(name)})?", key) for key in sections)
-    constants = {int(bank[1]): sections[bank[0]][0] for bank in banks if bank}
-    shared_bytes = sections.get(f".nv.shared.{name}", (b"", 0))[1]
-    params = _params(sections[f".nv.info.{name}"][0])
-    return MachineKernel(name, arch, tuple(instructions), labels, constants, shared_bytes, *params)
-
-
-def _params(info: bytes) -> tuple[int, int]:
-    """Where a kernel's parameters lie in bank 0, and their size: the attribute EIATTR_PARAM_CBANK."""
-    at = 0
-    while at < len(info):
-        form, number, size = struct.unpack_from("<BBH", info, at)
-        if (form, number) == (4, 0x0A):
-            return struct.unpack_from("<HH", info, at + 8)
-        at += 4 + size * (form == 4)
-    raise NotImplementedError("a kernel without a description of its parameters")
+    constants = {int(bank[1]): sections[bank[0]].content for bank in banks if bank}
+    shared = sections.get(f".nv.shared.{name}")
+    info = elf.attributes(sections[f".nv.info.{name}"].content)
+    params = struct.unpack_from("<HH", info[_PARAM_CBANK], 4)  # where they lie in bank 0, and their size
+    return MachineKernel(name, arch, tuple(instructions), labels, constants, shared.size if shared else 0, *params)
 
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+\{?\s*(?:@(!?)(U?P[\dT]) )?\s*([A-Z]\w*(?:\.\w+)*)(.*?)\s*;?\s*\}?\s*$")
@@ -179,7 +161,9 @@ def instruction(line: str, arch: int) -> Instruction:
     operands = [_operand(part.strip()) for part in rest.split(",") if part.strip()]
     name, *options = full.split(".")
     if name == "IADD3" and arch < 70:  # of 20 bits, whose sign nvdisasm does not extend
-        operands = [o._replace(number=o.number | 0xFFF00000) if _is_cut(o) else o for o in operands]
+        operands = [
+            o._replace(number=o.number | 0xFFF00000) if (o.kind, o.number >> 19) == ("i", 1) else o for o in operands
+        ]
     is_uniform = name in _ONCE or name.startswith("U")
     return Instruction(
         int(address, 16),
@@ -190,10 +174,6 @@ def instruction(line: str, arch: int) -> Instruction:
         is_uniform,
         line.split("*/", 1)[1].strip(" ;{}"),
     )
-
-
-def _is_cut(o: Operand) -> bool:
-    return o.kind == "i" and o.number >> 19 == 1
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -100,9 +100,6 @@ def _fchk(m: Warps, i: Instruction) -> None:
     m.put(d, (of_x < 30) | (of_x > 250) | (of_y < 5) | (of_y > 250) | (gap > 120) | (gap < -120))
 
 
-# ---- halves and whole numbers ----------------------------------------------------------------------------------------
-
-
 def of_half(bits: Array) -> Array:
     return np.asarray(bits & U32(0xFFFF)).astype(U16).view(F16).astype(F32)
 

@@ -35,9 +35,6 @@ def _predicates(operands: list[Operand]) -> tuple[list[Operand], list[Operand]]:
     return first, operands[len(first) :]
 
 
-# ---- sums ------------------------------------------------------------------------------------------------------------
-
-
 def _sum(m: Warps, terms: list[Operand], carry: Array | None) -> Array:
     """The sum has more than 32 bits. With a carry, a minus is an inversion."""
     total: Array = U64(0) if carry is None else np.asarray(carry).astype(U64)
@@ -121,9 +118,6 @@ def _lea(m: Warps, i: Instruction) -> None:
         m.put(out, more != 0)
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
-
-
 @operation("XMAD", options="PSL CBCC CLO CHI CSFU MRG S16 U16")
 def _xmad(m: Warps, i: Instruction) -> None:
     """A product of halves and a sum."""
@@ -201,9 +195,6 @@ def _idp(m: Warps, i: Instruction) -> None:
     m.put(d, (bytes_of[0] * bytes_of[1]).sum(-1, dtype=I32).view(U32) + m.unsigned(c))
 
 
-# ---- comparisons -----------------------------------------------------------------------------------------------------
-
-
 def _pair(m: Warps, i: Instruction, *operands: Operand) -> tuple[Array, Array]:
     x, y = (np.asarray(m.unsigned(o)) for o in operands)
     return (x, y) if "U32" in i.options else (x.view(I32), y.view(I32))
@@ -258,9 +249,6 @@ def _pset(m: Warps, i: Instruction) -> None:
     assert "BF" not in i.options
     d, a, b, c = i.operands
     m.put(d, everywhere(joined(i.options[1], joined(i.options[0], m.truth(a), m.truth(b)), m.truth(c))))
-
-
-# ---- bits ------------------------------------------------------------------------------------------------------------
 
 
 def _shifted(value: Array, by: Array, way: str, width: int = 32) -> Array:

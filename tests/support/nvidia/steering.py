@@ -114,8 +114,6 @@ class Flow(Warps):
             return bool(mask.any())
         return True
 
-    # ---- from place to place -----------------------------------------------------------------------------------------
-
     def push(self, new: Cohort) -> None:
         """Ready to go on, together with others that are there."""
         for n, other in enumerate(self.ready):
@@ -191,8 +189,6 @@ class Flow(Warps):
         for slot in slots:
             self.partners[slot][self.rows] &= ~left
 
-    # ---- barriers and ends -------------------------------------------------------------------------------------------
-
     def start(self, cohort: Cohort, lanes: Array) -> None:
         """These lanes go on where they are, at once or some warps before the others."""
         if not self.scatters:
@@ -239,9 +235,6 @@ def part_of(cohort: Cohort, place: int, lanes: Array, stack: Stack) -> list[Coho
         return []
     lanes = lanes[has_any]
     return [Cohort(place, cohort.index[has_any], None if lanes.all() else lanes, stack)]
-
-
-# ---- instructions ----------------------------------------------------------------------------------------------------
 
 
 @operation("NOP", "DEPBAR", "MEMBAR", "ERRBAR", "CCTL", "YIELD", options="LE SC CTA GPU SYS ALL IVALL E D1 D0")

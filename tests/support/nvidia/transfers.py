@@ -30,9 +30,6 @@ def _words_of(m: Warps, o: Operand, size: int) -> Array:
     return np.stack(words, -1)[m.active()]
 
 
-# ---- global memory ---------------------------------------------------------------------------------------------------
-
-
 def _addresses(m: Warps, o: Operand, size: int) -> Array:
     """The addresses of the active lanes, uint64."""
     at: Array = U64(o.offset & (1 << 64) - 1)
@@ -78,9 +75,6 @@ def _atom(m: Warps, i: Instruction) -> None:
     for out in outs:
         if out.kind == "R":
             m.put(out, old)
-
-
-# ---- a block's shared memory, a lane's own ---------------------------------------------------------------------------
 
 
 def shared_places(m: Warps, o: Operand, size: int) -> Array:
@@ -143,9 +137,6 @@ def _stl(m: Warps, i: Instruction) -> None:
     target, source = i.operands
     size = _size(i)
     m.local[_local_places(m, target, size)] = _words_of(m, source, size)
-
-
-# ---- special registers, constants, other lanes -----------------------------------------------------------------------
 
 
 @operation("S2R", "S2UR", "CS2R.32")

@@ -110,8 +110,6 @@ class Warps:
         """Lanes ``[warps, 32]`` in which the instruction is executed; of a uniform one those that are there."""
         return self.cohort.lanes() if self.mask is None else np.broadcast_to(self.mask, self.shape)
 
-    # ---- what is read ------------------------------------------------------------------------------------------------
-
     def raw(self, o: Operand) -> Array:
         """An operand's bits without its sign."""
         if o.kind == "i":
@@ -170,8 +168,6 @@ class Warps:
         """A predicate."""
         value = np.bool_(True) if o.is_zero else self.files[o.kind][o.number][self.rows]
         return ~value if o.inverted else value
-
-    # ---- what is written ---------------------------------------------------------------------------------------------
 
     def put(self, o: Operand, value: Array) -> None:
         """Numbers of 32 bits, or a predicate, into a register; with "CC" behind it, whether they are 0 is noted."""

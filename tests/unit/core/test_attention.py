@@ -108,15 +108,11 @@ def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict) -> No
     assert torch.equal(sdpa(query, query, query, **options), watched)
 
 
-def _given_results() -> dict[str, Any]:
-    query, key, value = _qkv(40, 50)
-    out, lse = sdpa_with_lse(query, key, value)
-    return {"grad_out": torch.randn_like(out), "query": query, "key": key, "value": value, "out": out, "lse": lse}
-
-
 @pytest.mark.parametrize("name", ["grad_out", "out", "lse", "grad_lse"])
 def test_results_that_do_not_fit_are_refused_by_sdpa_backward(name: str) -> None:
-    given = _given_results()
+    query, key, value = _qkv(40, 50)
+    out, lse = sdpa_with_lse(query, key, value)
+    given = {"grad_out": torch.randn_like(out), "query": query, "key": key, "value": value, "out": out, "lse": lse}
     right = given.get(name, given["lse"])
     for wrong in (right.long(), "out", *([None] if name != "grad_lse" else [])):
         with pytest.raises(TypeError, match=f"{name} must be a float tensor, got"):
@@ -129,18 +125,18 @@ def test_results_that_do_not_fit_are_refused_by_sdpa_backward(name: str) -> None
         torch.testing.assert_close(sdpa_backward(**{**given, name: other}), expected)
 
 
-def _calls_worth_watching() -> list[tuple[list[torch.Tensor], dict]]:
+_KEYS_ONLY = (torch.arange(256) < 200)[None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((8, 2, 1, 4096, 64), {"enable_gqa": True}), ((8, 2, 1, 9000, 128), {"enable_gqa": True}),
+     ((2, 2, 1024, 77, 64), {}), ((2, 2, 256, 256, 64), {"attn_mask": _KEYS_ONLY})],
+)  # fmt: skip
+def test_watching_changes_neither_bits_nor_route(sizes: tuple[int, ...], options: dict) -> None:
     """Score matrices below the limit, which the routes tiled and torch compute with different bits."""
-    keys_only = (torch.arange(256) < 200)[None, None, None]
-    grouped = {"enable_gqa": True}
-    shapes = [(8, 2, 1, 4096, 64, grouped), (8, 2, 1, 9000, 128, grouped), (2, 2, 1024, 77, 64, {}),
-              (2, 2, 256, 256, 64, {"attn_mask": keys_only})]  # fmt: skip
-    return [([torch.randn(1, h, q, d), *torch.randn(2, 1, hk, k, d)], options) for h, hk, q, k, d, options in shapes]
-
-
-@pytest.mark.parametrize("case", range(4))
-def test_watching_changes_neither_bits_nor_route(case: int) -> None:
-    tensors, options = _calls_worth_watching()[case]
+    heads, kv_heads, queries, keys, dim = sizes
+    tensors = [torch.randn(1, heads, queries, dim), *torch.randn(2, 1, kv_heads, keys, dim)]
     with torch.no_grad():
         unwatched = sdpa(*tensors, **options)
         with record() as report:

@@ -11,8 +11,6 @@ from pascal_attn_core.machine.out_of_memory import is_out_of_memory, out_of_memo
 from pascal_attn_core.reference import allowed_keys, reference_sdpa
 from pascal_attn_core.reference.checks import Gap, exact_limit, gap, rows_to_check, tolerance
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
 
 @pytest.mark.parametrize(
     ("found", "right", "expected"),
@@ -34,7 +32,7 @@ def test_a_relative_error_is_zero_only_without_an_error() -> None:
     assert (Gap(1.0, 4.0).relative, Gap(0.0, 0.0).relative, Gap(1.0, 0.0).relative) == (0.25, 0.0, math.inf)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rounding_passes_and_a_misplaced_row_does_not(dtype: torch.dtype) -> None:
     query, key, value = torch.randn(3, 1, 2, 40, 32, dtype=torch.float64).to(dtype)
     right = reference_sdpa(query.double(), key.double(), value.double())[0]

@@ -1,10 +1,12 @@
-"""The names and layouts of pascal-attn 0.1.0."""
+"""The names and layouts of pascal-attn 0.1.0; attention layers with projections, by the names of FlashTile."""
+
+from typing import Any
 
 import pytest
 import torch
 from attn_support.fresh import run
 
-from pascal_attn_core import TiledAttention, record, tiled_attention
+from pascal_attn_core import TiledAttention, layers, record, tiled_attention
 from pascal_attn_core.reference import reference_sdpa
 
 
@@ -91,3 +93,95 @@ def test_programs_for_pascal_attn_import_ours() -> None:
             assert importlib.util.find_spec("pascal_attn") is None
         """
     )
+
+
+EMBED, HEADS, TOKENS = 32, 4, 37
+KINDS: dict[str, dict[str, Any]] = {
+    "naive": {},
+    "flash_v1": {"causal": True},
+    "flash_v2": {"block_size": 16},
+    "sliding_window": {"window_size": 9},
+    "sliding-window": {"window_size": 8, "causal": False},  # half before and half behind
+    "gqa": {"num_kv_heads": 2, "causal": True},
+    "grouped-query": {"num_kv_heads": 4},
+    "mqa": {},
+    "Multi Query": {"causal": True},
+    "masked": {"causal": True},
+    "triton": {},
+    "triton_flash": {"causal": True},
+}
+
+
+def by_definition(layer: layers.SelfAttention, x: torch.Tensor, forbidden: torch.Tensor | None = None) -> torch.Tensor:
+    """The layer in float64, with its rule as a mask."""
+    state = {name: value.double() for name, value in layer.state_dict().items()}
+
+    def linear(name: str, t: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(t, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    if "qkv_proj.weight" in state:
+        q, k, v = linear("qkv_proj", x.double()).chunk(3, dim=-1)
+    else:
+        q, k, v = (linear(f"{name}_proj", x.double()) for name in "qkv")
+    q, k, v = (t.unflatten(-1, (-1, EMBED // HEADS)).transpose(1, 2) for t in (q, k, v))
+    distance = torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if layer.causal:
+        allowed &= distance <= 0
+    if layer.window_size is not None:
+        allowed &= (distance > -layer.window_size) if layer.causal else (distance.abs() <= layer.window_size // 2)
+    if forbidden is not None:
+        allowed = allowed & ~forbidden
+    out, _ = reference_sdpa(q, k, v, allowed, enable_gqa=True)
+    return linear("out_proj", out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_computes_what_its_name_says(kind: str) -> None:
+    layer, x = layers.get_attention(kind, EMBED, HEADS, **KINDS[kind]), torch.randn(2, TOKENS, EMBED)
+    out, weights = layer(x)
+    torch.testing.assert_close(out.double(), by_definition(layer, x), atol=1e-5, rtol=1e-4)
+    assert (weights is not None) == (kind == "naive")
+
+
+@pytest.mark.parametrize("kind", ["flash_v2", "gqa", "masked", "naive"])
+def test_true_in_a_mask_means_that_a_key_does_not_take_part(kind: str) -> None:
+    layer, x = layers.get_attention(kind, EMBED, HEADS, causal=True), torch.randn(2, TOKENS, EMBED)
+    padding = layers.create_padding_mask(torch.tensor([TOKENS, 11]), TOKENS)
+    assert padding.shape == (2, 1, 1, TOKENS)
+    assert padding[1, 0, 0].tolist() == [False] * 11 + [True] * (TOKENS - 11)
+    out, _ = layer(x, padding)
+    torch.testing.assert_close(out.double(), by_definition(layer, x, padding), atol=1e-5, rtol=1e-4)
+    three = torch.rand(2, TOKENS, TOKENS) < 0.3
+    out, _ = layer(x, three)
+    torch.testing.assert_close(out.double(), by_definition(layer, x, three[:, None]), atol=1e-5, rtol=1e-4)
+
+
+def test_the_naive_layer_returns_the_probabilities_and_its_gradients_flow() -> None:
+    layer, x = layers.NaiveAttention(EMBED, HEADS, causal=True), torch.randn(1, TOKENS, EMBED, requires_grad=True)
+    out, weights = layer(x)
+    assert weights.shape == (1, HEADS, TOKENS, TOKENS)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, HEADS, TOKENS))
+    assert not weights.triu(1).any()
+    twin = layers.FlashAttentionV2(EMBED, HEADS, causal=True)
+    twin.load_state_dict(layer.state_dict())
+    seed = torch.randn_like(out)
+    (ours,) = torch.autograd.grad(twin(x)[0], x, seed)
+    torch.testing.assert_close(torch.autograd.grad(out, x, seed)[0], ours, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: layers.get_attention("flash_v3", 32, 4), "attention_type must be one of .*got 'flash_v3'"),
+        (lambda: layers.FlashAttentionV2(30, 4), r"embed_dim must be a multiple of num_heads \(4\), got 30"),
+        (lambda: layers.FlashAttentionV2(32, 0), r"embed_dim must be a multiple of num_heads \(0\), got 32"),
+        (lambda: layers.GroupedQueryAttention(32, 4, 3), r"num_heads must be a multiple of num_kv_heads \(3\), got 4"),
+        (lambda: layers.get_attention("sliding_window", 32, 4, window_size=0), "window_size must be at least 1, got 0"),
+        (lambda: layers.FlashAttentionV2(32, 4)(torch.randn(5, 32)), r"x must be \[B, L, 32\], got \[5, 32\]"),
+        (lambda: layers.FlashAttentionV2(32, 4)(torch.randn(1, 5, 32), torch.ones(5)), r"attn_mask must be \[L, L\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()

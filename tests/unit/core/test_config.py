@@ -50,11 +50,8 @@ def test_the_environment_changes_the_default_and_devices_are_also_read_from_a_li
     assert AttentionConfig(devices=list(devices)).devices == devices  # type: ignore[arg-type]
 
 
-Warnings = Callable[[], list[str]]
-
-
 @pytest.fixture
-def warnings_of(caplog: pytest.LogCaptureFixture) -> Warnings:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The warnings so far; none was given before the test."""
     config_module.log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="pascal_attn")

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from pascal_attn_core import Patch, patch_ffn, patch_linear_int8, patch_vae
 
-STATES = {"on", "waiting", "refused", "off", "unable"}
-
 
 class Denoiser(nn.Module):
     def __init__(self) -> None:
@@ -58,7 +56,7 @@ def test_all_denoisers_of_a_pipeline_are_patched_and_named_by_their_component(pa
     before = [pipe.components[name](x) for name in ("transformer", "transformer_2")]
     with torch.no_grad(), patch_it(pipe) as patch:
         assert {state.name.partition(".")[0] for state in patch.report().states} == {"transformer", "transformer_2"}
-        assert {state.state for state in patch.report().states} <= STATES
+        assert {state.state for state in patch.report().states} <= {"on", "waiting", "refused", "off", "unable"}
         for name, expected in zip(("transformer", "transformer_2"), before):
             torch.testing.assert_close(pipe.components[name](x), expected, rtol=0.1, atol=0.05)
         assert {state.state for state in patch.report().states} == {"on"}

@@ -75,18 +75,13 @@ def test_the_peak_is_that_of_the_data_sheet(capability, num_sms: int, clock_mhz:
     assert DeviceInfo("hip", num_sms=60, clock_hz=10**9).fp32_flops == 0
 
 
-def _cache_folder(folder: Path, *caches: tuple[int, str, str, str]) -> Path:
-    for index, facts in enumerate(caches):
-        (folder / f"index{index}").mkdir()
-        for name, fact in zip(("level", "type", "size", "shared_cpu_list"), facts):
-            (folder / f"index{index}" / name).write_text(f"{fact}\n")
-    return folder
-
-
 def test_the_caches_of_a_core_are_read_from_linux(tmp_path: Path) -> None:
-    first = (1, "Data", "48K", "0,4"), (1, "Instruction", "32K", "0,4")
-    folder = _cache_folder(tmp_path, *first, (2, "Unified", "2M", "0,4"), (3, "Unified", "36864K", "0-7"))
-    caches = device_module.cpu_caches(folder)
+    kinds = ("1 Data 48K 0,4", "1 Instruction 32K 0,4", "2 Unified 2M 0,4", "3 Unified 36864K 0-7")
+    for index, facts in enumerate(kinds):
+        (tmp_path / f"index{index}").mkdir()
+        for name, fact in zip(("level", "type", "size", "shared_cpu_list"), facts.split()):
+            (tmp_path / f"index{index}" / name).write_text(f"{fact}\n")
+    caches = device_module.cpu_caches(tmp_path)
     assert caches == [(1, 48 << 10, 2), (2, 2 << 20, 2), (3, 36 << 20, 8)]
     assert device_module.core_l2_bytes(caches) == 2 << 20  # two threads of one core
     of_four_cores = [device_module.Cache(1, 1 << 15, 1), device_module.Cache(2, 4 << 20, 4)]
@@ -146,23 +141,16 @@ def test_of_several_cards_it_is_the_one_in_this_place(topology) -> None:
     assert true_arch(NOWHERE, OVERRIDE, folder) == UNKNOWN  # an older torch does not say where a card is
 
 
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch):
-    """Lets torch be a ROCm build with one card of these properties."""
-
+def test_a_card_is_known_by_its_architecture_also_what_an_older_torch_does_not_say(monkeypatch) -> None:
     common = {"name": "AMD Radeon VII", "major": 9, "minor": 0, "multi_processor_count": 60, "total_memory": 16 << 30}
+    monkeypatch.setattr(torch.version, "hip", "6.3.42131")
+    monkeypatch.delenv("HSA_OVERRIDE_GFX_VERSION", raising=False)
 
-    def install(**facts: object) -> device_module.DeviceInfo:
+    def rocm(**facts: object) -> device_module.DeviceInfo:
         properties = types.SimpleNamespace(**{**common, **facts})
-        monkeypatch.setattr(torch.version, "hip", "6.3.42131")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        monkeypatch.delenv("HSA_OVERRIDE_GFX_VERSION", raising=False)
         return device_module._cuda_info(0)
 
-    return install
-
-
-def test_a_card_is_known_by_its_architecture_also_what_an_older_torch_does_not_say(rocm) -> None:
     info = rocm(gcnArchName="gfx906:sramecc+:xnack-", L2_cache_size=4 << 20, warp_size=64)
     assert (info.kind, info.arch, info.known_arch, info.capability) == ("hip", "gfx906", "gfx906", None)
     assert (info.num_sms, info.wave_size, info.l2_bytes, info.is_rdna) == (60, 64, 4 << 20, False)

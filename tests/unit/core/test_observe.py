@@ -62,13 +62,9 @@ def test_reports_can_be_nested_and_see_other_threads() -> None:
 TILES = AttentionConfig(route="tiled", q_block=32, kv_block=64)
 
 
-def _qkv(length: int = 128, heads: int = 2) -> torch.Tensor:
-    return torch.randn(1, heads, length, 16)
-
-
 def test_every_block_reports_its_share_and_the_last_is_the_whole() -> None:
     seen: list[tuple[int, int]] = []
-    query = _qkv()
+    query = torch.randn(1, 2, 128, 16)
     with between_blocks(lambda done, total: seen.append((done, total))):
         out = sdpa(query, query, query, config=TILES)
     totals = {total for _, total in seen}
@@ -79,7 +75,7 @@ def test_every_block_reports_its_share_and_the_last_is_the_whole() -> None:
 
 
 def test_what_the_checkpoint_raises_ends_the_call_and_the_next_is_clean() -> None:
-    query = _qkv()
+    query = torch.randn(1, 2, 128, 16)
     expected = sdpa(query, query, query, config=TILES)
     seen: list[int] = []
 
@@ -97,7 +93,7 @@ def test_what_the_checkpoint_raises_ends_the_call_and_the_next_is_clean() -> Non
 
 def test_it_is_this_threads_alone_and_nests() -> None:
     seen: list[str] = []
-    query = _qkv()
+    query = torch.randn(1, 2, 128, 16)
     with between_blocks(lambda *_: seen.append("outer")):
         other = threading.Thread(target=lambda: sdpa(query, query, query, config=TILES))
         other.start()
@@ -108,9 +104,6 @@ def test_it_is_this_threads_alone_and_nests() -> None:
         assert set(seen) == {"inner"}
         sdpa(query, query, query, config=TILES)
     assert set(seen) == {"inner", "outer"}
-
-
-SCALARS = 64  # bytes: numbers that a kernel wraps into a tensor by itself
 
 
 def allocator_peak(fn, *args):
@@ -160,15 +153,11 @@ def quadratic(query: torch.Tensor) -> torch.Tensor:
 FUNCTIONS = [math_attention, gradient_left_in_the_leaf, resized_buffers, a_loop_of_tiles, quadratic]
 
 
-@pytest.fixture
-def query():
-    return torch.randn(1, 2, 512, 32, generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: getattr(fn, "__name__", "custom_operator"))
-def test_the_peak_equals_that_of_the_allocator(fn, query):
+def test_the_peak_equals_that_of_the_allocator(fn):
+    query = torch.randn(1, 2, 512, 32, generator=torch.Generator().manual_seed(0))
     expected = allocator_peak(fn, query)
-    assert measure(fn, query).peak_bytes == pytest.approx(expected, abs=SCALARS)
+    assert measure(fn, query).peak_bytes == pytest.approx(expected, abs=64)
 
 
 def test_a_storage_older_than_the_block_is_free_unless_it_grows_and_makes_room_once_it_is_freed():

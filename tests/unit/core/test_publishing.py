@@ -26,7 +26,6 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 COMFY = PROJECT["tool"]["comfy"]
 LEAST = {name: least for need in PROJECT["project"]["dependencies"] for name, least in [need.split(">=")]}
 LEAST["python"] = PROJECT["project"]["requires-python"].removeprefix(">=")
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def test_the_version_is_the_last_of_the_changelog_and_is_read_where_the_registry_looks() -> None:
@@ -136,7 +135,7 @@ sys.exit(main())
     assert run(code, cwd=tmp_path).startswith(f"Pascal Attention {__version__}, Python ")
 
 
-@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda file: file.name)
 def test_actions_are_pinned_by_hash(file: Path) -> None:
     uses = re.findall(r"uses: (\S+)(.*)", file.read_text(encoding="utf-8"))
     assert uses

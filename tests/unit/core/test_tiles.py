@@ -39,9 +39,8 @@ LLM = Workload(
     8, 4, 2048, 2048, 128, 128, copies_query=True, copies_out=True, writes_mask=True, has_band=True, causal=True
 )
 DECODE = Workload(8, 4, 1, 8192, 128, 128)
-DECODE_BATCH = Workload(256, 4, 1, 8192, 128, 128)
 WORKLOADS = {"wan": WAN, "flux": FLUX, "sdxl": SDXL, "sdxl text": SDXL_TEXT, "llm": LLM, "decode": DECODE,
-             "decode batch": DECODE_BATCH}  # fmt: skip
+             "decode batch": Workload(256, 4, 1, 8192, 128, 128)}  # fmt: skip
 
 SIZES, HEAD_DIMS = st.integers(1, 1 << 20), st.sampled_from([8, 64, 128, 512])
 FLAGS = ("copies_query", "copies_kv", "copies_out", "writes_mask", "has_band", "causal", "dropout", "backward")

@@ -50,12 +50,6 @@ CALLS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An empty cache."""
-    return tmp_path / "cache"
-
-
 def _timings(folder: Path, clock: Callable, info: DeviceInfo = CARD) -> Timings:
     """These are the timings of a card as a new process finds it."""
     return Timings(Runtime("cpu", info), clock=clock, folder=lambda: folder, is_on=True)
@@ -80,9 +74,9 @@ def test_the_timed_call_is_small_and_needs_the_same_kernels(name: str) -> None:
     assert isinstance(form, TorchForm)
 
 
-def test_gradients_are_timed_too_where_a_call_has_them(folder: Path) -> None:
+def test_gradients_are_timed_too_where_a_call_has_them(tmp_path: Path) -> None:
     clock = Clock(3.0, 4.0)
-    timings = _timings(folder, clock)
+    timings = _timings(tmp_path, clock)
     leaf = torch.empty(1, 2, 100, 16, requires_grad=True)
     with torch.no_grad():
         _ask(timings, check_call(leaf, leaf, leaf))
@@ -95,24 +89,20 @@ def test_gradients_are_timed_too_where_a_call_has_them(folder: Path) -> None:
     assert leaf.grad is None
 
 
-def test_the_next_process_on_the_same_machine_reads_the_answer(folder: Path) -> None:
-    _ask(_timings(folder, Clock(3.0, 4.0)))
+def test_the_next_process_on_the_same_machine_reads_the_answer(tmp_path: Path) -> None:
+    _ask(_timings(tmp_path, Clock(3.0, 4.0)))
     clock = Clock(9.0, 1.0)
-    later = _timings(folder, clock)
+    later = _timings(tmp_path, clock)
     assert _ask(later) == 0.75
     assert clock.runs == 0
     words = (
         "kernel forward-64-float32-none, head_dim 64, head_dim_v 64, q_tokens 512, kv_tokens 512, groups 1, rows 1024"
     )
     assert list(later.ratios("torch")) == [f"{words}, against torch"]
-    (file,) = folder.iterdir()
+    (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text())["card"] == CARD.name
-    assert _ask(_timings(folder, clock, replace(CARD, name="another card"))) == 9.0
-    assert len(list(folder.iterdir())) == 2
-
-
-def _with_time(time: str) -> Callable[[str], str]:
-    return lambda text: text.replace('"fused": 9.0', f'"fused": {time}')
+    assert _ask(_timings(tmp_path, clock, replace(CARD, name="another card"))) == 9.0
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,15 +113,18 @@ def _with_time(time: str) -> Callable[[str], str]:
         lambda text: "[]",
         lambda text: '{"milliseconds": 3}',
         lambda text: '{"milliseconds": [{"kind": {}}]}',
-        *map(_with_time, ("NaN", "Infinity", "-1", "0", '"0.1"', "true", "[9.0]", "1" + "0" * 400)),
+        *(
+            lambda text, time=time: text.replace('"fused": 9.0', f'"fused": {time}')
+            for time in ("NaN", "Infinity", "-1", "0", '"0.1"', "true", "[9.0]", "1" + "0" * 400)
+        ),
     ],
 )
-def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[str], str]) -> None:
-    _ask(_timings(folder, Clock(9.0, 1.0)))
+def test_a_damaged_file_is_written_again(tmp_path: Path, damage: Callable[[str], str]) -> None:
+    _ask(_timings(tmp_path, Clock(9.0, 1.0)))
     clock = Clock(3.0, 4.0)
-    file = folder / _timings(folder, clock).file_name()
+    file = tmp_path / _timings(tmp_path, clock).file_name()
     file.write_text(damage(file.read_text()))
-    assert _ask(_timings(folder, clock)) == 0.75
+    assert _ask(_timings(tmp_path, clock)) == 0.75
     assert clock.runs == 1
     assert json.loads(file.read_text())["milliseconds"][0]["times"] == {"fused": 3.0, "torch": 4.0}
 
@@ -146,29 +139,29 @@ def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[str], s
     ],
     ids=repr,
 )
-def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(folder: Path, error: Exception, runs: int) -> None:
+def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(tmp_path: Path, error: Exception, runs: int) -> None:
     clock = Mock(side_effect=error)
-    timings = _timings(folder, clock)
+    timings = _timings(tmp_path, clock)
     assert [_ask(timings), _ask(timings), clock.call_count] == [None, None, runs]
     timings.save()
-    assert json.loads(next(folder.iterdir()).read_text())["milliseconds"] == []
+    assert json.loads(next(tmp_path.iterdir()).read_text())["milliseconds"] == []
 
 
-def test_an_interrupt_is_not_swallowed(folder: Path) -> None:
+def test_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        _ask(_timings(folder, Mock(side_effect=KeyboardInterrupt)))
+        _ask(_timings(tmp_path, Mock(side_effect=KeyboardInterrupt)))
 
 
-def test_both_compute_the_same_and_are_timed_once_though_threads_ask_together(folder: Path) -> None:
+def test_both_compute_the_same_and_are_timed_once_though_threads_ask_together(tmp_path: Path) -> None:
     clock = Clock(3.0, 4.0)
-    timings = _timings(folder, clock)
+    timings = _timings(tmp_path, clock)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda _: _ask(timings), range(8))) == [0.75] * 8
     assert clock.runs == 1
     torch.testing.assert_close(*clock.results, atol=1e-5, rtol=1e-4)
 
 
-def test_the_callers_state_is_left_alone(folder: Path) -> None:
+def test_the_callers_state_is_left_alone(tmp_path: Path) -> None:
     seen: list[object] = []
 
     def look(attempts: list[Callable[[], object]], device: torch.device) -> list[float]:
@@ -179,7 +172,7 @@ def test_the_callers_state_is_left_alone(folder: Path) -> None:
     state, packed = torch.get_rng_state(), Mock()
     hooks = torch.autograd.graph.saved_tensors_hooks(packed, packed)
     with torch.inference_mode(), torch.autocast("cpu"), between_blocks(lambda done, total: None), hooks:
-        _ask(_timings(folder, look), check_call(*[torch.empty(1, 2, 300, 64, requires_grad=True)] * 3))
+        _ask(_timings(tmp_path, look), check_call(*[torch.empty(1, 2, 300, 64, requires_grad=True)] * 3))
         assert this_thread.checkpoint is not None
         assert torch.is_inference_mode_enabled()
         assert torch.is_autocast_enabled("cpu")

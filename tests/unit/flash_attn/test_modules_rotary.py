@@ -88,27 +88,18 @@ def test_parts_in_place(kind: str, interleaved: bool) -> None:
     reference = leaf.detach().clone().requires_grad_()
     places = torch.arange(5)[None] + torch.tensor([[1], [3]])
     offsets = torch.tensor([1, 3])
-    if kind == "kv":
-        k, v = reference.unbind(2)
-        expected = torch.stack([turned(k, cos, sin, places, interleaved), v], 2)
-        out = module.apply_rotary_emb_kv_(leaf, cos, sin, interleaved, offsets)
-    elif kind == "gqa":
-        q, k, v = reference.split([4, 1, 1], 2)
-        parts = turned(q, cos, sin, places, interleaved), turned(k, cos, sin, places, interleaved), v
-        expected = torch.cat(parts, 2)
-        out = module.apply_rotary_emb_qkv_(leaf, cos, sin, None, None, interleaved, offsets, num_heads_q=4)
-    else:
-        q, k, v = reference.unbind(2)
-        parts = turned(q, cos, sin, places, interleaved), turned(k, cos, sin, places, interleaved), v
-        expected = torch.stack(parts, 2)
-        out = module.apply_rotary_emb_qkv_(leaf, cos, sin, None, None, interleaved, offsets)
+    *rotated, v = reference.split([4, 1, 1], 2) if kind == "gqa" else reference.unbind(2)
+    parts = [*(turned(t, cos, sin, places, interleaved) for t in rotated), v]
+    expected = torch.cat(parts, 2) if kind == "gqa" else torch.stack(parts, 2)
+    same = module.apply_rotary_emb_kv_ if kind == "kv" else module.apply_rotary_emb_qkv_
+    of_keys = () if kind == "kv" else (None, None)
+    heads = {"num_heads_q": 4} if kind == "gqa" else {}
+    out = same(leaf, cos, sin, *of_keys, interleaved, offsets, **heads)
     assert out.data_ptr() == leaf.data_ptr()
     torch.testing.assert_close(leaf.detach(), expected.detach())
     assert_same_gradients(out, [leaf], expected, [reference], 1e-7)
     with torch.no_grad():
         again = reference.detach().clone()
-        same = module.apply_rotary_emb_kv_ if kind == "kv" else module.apply_rotary_emb_qkv_
-        heads = {"num_heads_q": 4} if kind == "gqa" else {}
         assert same(again, cos, sin, seqlen_offsets=offsets, **heads) is again
 
 

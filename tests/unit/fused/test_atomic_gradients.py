@@ -20,7 +20,6 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.observe import report
 from pascal_attn_core.routes import choose
 
-AMPERE = replace(CARD, capability=(8, 6))
 FUSED = AttentionConfig(route="fused")
 ATOMIC = replace(FUSED, atomic_gradients=True)
 SEVEN = ["pa_delta", "pa_grad_query", "pa_grad_key_value"]
@@ -119,7 +118,7 @@ def test_flash_attn_asks_for_the_same_bits_by_name(kernels: EmulatedKernels, mon
     [
         (CARD, 256, torch.float32, {}, "atomic_gradients has no kernel for head_dim 256"),
         (CARD, 64, torch.float16, {"budget_mib": 0.125}, "the sums of atomic_gradients take 0 MiB, more than 0 MiB"),
-        (AMPERE, 64, torch.float32, {}, "atomic_gradients is for compute capability 5.0"),
+        (replace(CARD, capability=(8, 6)), 64, torch.float32, {}, "atomic_gradients is for compute capability 5.0"),
         (RADEON_VII, 64, torch.float32, {}, "atomic_gradients needs an NVIDIA GPU"),
     ],
 )

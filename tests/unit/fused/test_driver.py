@@ -88,16 +88,10 @@ def test_what_the_driver_refuses_goes_to_the_next_route_with_one_warning(
     assert sdpa(*(t.half() for t in inputs), **WINDOW, config=FUSED).isfinite().all()  # of that variant only
 
 
-def _fail_at(card: CardKernels, launch: int) -> None:
-    """Let the driver refuse one launch, counted from now on."""
-    asked = card.driver.asked
-    at = asked["cuLaunchKernel"] + launch
-    card.driver.faults["cuLaunchKernel"] = lambda: 701 if asked["cuLaunchKernel"] == at else 0
-
-
 def test_a_gradient_kernel_that_cannot_be_launched_leaves_training_to_the_next_route(card: CardKernels) -> None:
-    leaves = _inputs(requires_grad=True)
-    _fail_at(card, 2)
+    leaves, asked = _inputs(requires_grad=True), card.driver.asked
+    second = asked["cuLaunchKernel"] + 2
+    card.driver.faults["cuLaunchKernel"] = lambda: 701 if asked["cuLaunchKernel"] == second else 0
     _check_gradients(sdpa(*leaves, **WINDOW), leaves)
     assert "cuLaunchKernel" in card._refused[Variant("grad_query", 32, "float32", padded=True)][0]
     assert _route(_inputs()) == "fused"
@@ -122,9 +116,7 @@ def test_a_backward_pass_that_is_refused_is_made_by_tiles(card: CardKernels, com
 
 
 @pytest.mark.parametrize("function", ["cuModuleLoadData", "cuLaunchKernel", "cuDevicePrimaryCtxRetain"])
-def test_a_lack_of_memory_passes(
-    card: CardKernels, time: Mock, caplog: pytest.LogCaptureFixture, function: str
-) -> None:
+def test_a_lack_of_memory_passes(card: CardKernels, time: Mock, caplog, function: str) -> None:
     inputs = _inputs()
     card.driver.faults[function] = 2
     with caplog.at_level(logging.WARNING, logger="pascal_attn"):

@@ -34,7 +34,6 @@ from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime
 
-VARIANT = Variant("forward", 64, "float32", arch="gfx906")
 WINDOW = {"window": (9, 0)}
 FUSED = AttentionConfig(route="fused")
 
@@ -107,7 +106,7 @@ def test_without_a_compiler_of_code_objects_there_is_a_reason(find_compiler: Any
     gpu = HipRuntime(object, find_compiler)
     kernels = Kernels(Runtime("cuda:0", RADEON_VII), gpu=gpu, shipped=lambda *_: None, folder=lambda: None)
     with pytest.raises(KernelUnavailable, match=reason):
-        kernels.machine_code(VARIANT)
+        kernels.machine_code(Variant("forward", 64, "float32", arch="gfx906"))
 
 
 def _forget() -> None:

@@ -130,9 +130,7 @@ def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: Co
     assert not driver.problems
 
 
-def test_a_failure_warns_once_and_is_remembered(
-    machine: Machine, compiler: Compiler, driver: StandIn, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_warns_once_and_is_remembered(machine: Machine, compiler: Compiler, driver: StandIn, caplog) -> None:
     compiler.compile = Mock(side_effect=CompileError("NVRTC_ERROR_COMPILATION for sm_61"))
     kernels = machine(open_driver=lambda: driver)
     with caplog.at_level(logging.WARNING, logger="pascal_attn"):

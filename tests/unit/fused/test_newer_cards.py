@@ -18,7 +18,6 @@ from pascal_attn_core.routes import prepared, short, torch_kernel
 
 H200 = replace(T4, name="NVIDIA H200", capability=(9, 0), num_sms=132)
 MATH, FLASH, EFFICIENT = 0, 1, 2
-AUTO = AttentionConfig(math_limit_mib=0)
 
 
 def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Any, *options: Any) -> int:
@@ -51,7 +50,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def _explained(name: str) -> str:
     inputs, options = CALLS[name]
-    return explain(*inputs, **options, config=AUTO).splitlines()[0]
+    return explain(*inputs, **options, config=AttentionConfig(math_limit_mib=0)).splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
-"""How many blocks of each kernel a multiprocessor holds, by the registers and the shared memory that ptxas reports."""
+"""How many blocks of each kernel a multiprocessor holds, by the registers and the shared memory that ptxas reports;
+the tables of tile sizes."""
 
 import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import fused as tool
 import pytest
 
-from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.code.source import Geometry, Variant
+from pascal_attn_core.fused.geometry import tables
+from pascal_attn_core.fused.geometry.tables import read_tables
 from pascal_attn_core.fused.launch.plan import resident_blocks
 
 
@@ -81,3 +85,13 @@ def test_keys_are_cut_for_the_blocks_that_a_multiprocessor_holds(found: Found) -
             fewer |= {(variant.head_dim, arch)} if planned < wanted else set()
     assert fewer >= {(128, 60), (128, 61), (64, 60)}
     assert resident_blocks(Variant("split", 128, "float32"), None) == 6
+
+
+def test_a_line_is_a_geometry_of_its_head_dims_in_each_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "# why\nhead_dims rows cols tx ty ahead\n[one, two]\n64,32 8 16 2 4 yes  # both\n[three]\n40 9 16 2 4 no\n"
+    (tmp_path / "some.txt").write_text(text)
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    first = Geometry(8, 16, 2, 4, ahead=True)
+    found = read_tables("some", Geometry)
+    assert found == {"one": {32: first, 64: first}, "two": {32: first, 64: first}, "three": {40: Geometry(9, 16, 2, 4)}}
+    assert list(found["one"]) == [32, 64]

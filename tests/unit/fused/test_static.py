@@ -6,7 +6,6 @@ The whole table takes most of an hour (``python tools/fused.py table``): a few o
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import earlier
@@ -22,7 +21,6 @@ from pascal_attn_core.fused.gpu import nvrtc
 from tools.models.sass import maxwell, sections
 from tools.models.shares import gguf_share, linear_share, packing, share
 
-SHARE = 0.82
 WIDE = (48, 64, 72, 80, 96, 112, 128)
 LIBRARY = next((lib for lib in nvrtc.loaded(nvrtc.Nvrtc, nvrtc.candidates()) if lib.version == tool.NVRTC), None)
 needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs NVRTC 12.6 (nvidia-cuda-nvrtc-cu12==12.6.85)")
@@ -34,15 +32,7 @@ def _cubin(variant: Compilation, arch: int = 61) -> bytes:
     return tool.compiled(variant, arch).cubin if shipped is None else shipped
 
 
-def _drawn(count: int) -> list[tuple[str, int]]:
-    """Variants of the table, the same in all processes of a run."""
-    cells = [(name, arch) for name, row in sorted(tool.read_table().items()) for arch in sorted(row)]
-    return random.Random(seeds(1)[0]).sample(cells, min(count, len(cells)))
-
-
-def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(tmp_path, monkeypatch) -> None:
     def compile_(text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled:
         made.append(f"{macros} {arch} {earlier.OPTIONS}")
         return nvrtc.Compiled(made[-1].encode(), "")
@@ -64,7 +54,8 @@ def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(
 @needs_nvrtc
 @pytest.mark.parametrize("place", range(times(2)))
 def test_ptxas_says_what_the_table_says(place: int) -> None:
-    name, arch = _drawn(times(2))[place]
+    cells = [(name, arch) for name, row in sorted(tool.read_table().items()) for arch in sorted(row)]
+    name, arch = random.Random(seeds(1)[0]).sample(cells, times(2))[place]  # the same in all processes of a run
     variant = next(v for v in tool.every_variant() if v.name == name)
     found, shared = tool.usage(tool.compiled(variant, arch).log)
     expected, expected_shared = tool.read_cell(tool.read_table()[name][arch])
@@ -117,7 +108,7 @@ _GRADIENT_SHARES = [
 @pytest.mark.parametrize(
     ("kind", "head_dim", "dtype", "least"),
     [
-        *some((("forward", head_dim, dtype, SHARE) for head_dim in WIDE for dtype in ("float32", "float16")), 14),
+        *some((("forward", head_dim, dtype, 0.82) for head_dim in WIDE for dtype in ("float32", "float16")), 14),
         *some(_GRADIENT_SHARES, 16),
     ],
 )

@@ -66,11 +66,7 @@ class Child(Starter):
 @pytest.fixture
 def trials(tmp_path: Path) -> Callable[..., Trials]:
     """Makes the trials of a card that nobody has tried: each object is what one process knows."""
-
-    def make(start: Callable[..., subprocess.Popen[bytes]], **options: object) -> Trials:
-        return Trials(Runtime("cpu", CARD), start=start, folder=lambda: tmp_path, **options)  # type: ignore[arg-type]
-
-    return make
+    return lambda start, **options: Trials(Runtime("cpu", CARD), start=start, folder=lambda: tmp_path, **options)
 
 
 def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) -> None:

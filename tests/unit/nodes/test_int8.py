@@ -29,10 +29,6 @@ def network() -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def names(binding: Any, model: nn.Module) -> set[str]:
-    return {line.name for line in binding.report(model).of("waiting")}
-
-
 WITHOUT_TWO = (*range(1, 9), 10)
 
 
@@ -51,7 +47,8 @@ WITHOUT_TWO = (*range(1, 9), 10)
 )
 def test_patterns_choose_blocks_and_layers(include: Any, exclude: Any, expected: set[str]) -> None:
     model = network()
-    assert names(int8.binding_for(model, (0.05, include, exclude, "host", False)), model) == expected
+    report = int8.binding_for(model, (0.05, include, exclude, "host", False)).report(model)
+    assert {line.name for line in report.of("waiting")} == expected
 
 
 def test_a_pattern_that_no_layer_matches_is_named_before_the_run() -> None:

@@ -151,7 +151,6 @@ def test_all_eight_arguments_may_come_by_position() -> None:
 
 
 Q, K, V = map(flat, heads_first())
-FOUR = dict(zip("qkv", heads_first()))
 NOT_OURS: dict[str, tuple[tuple, dict[str, Any]]] = {
     "sinks is not known": ((Q, K, V, H), {"sinks": torch.ones(H)}),
     "is_causal is not known": ((Q, K, V, H), {"is_causal": True}),
@@ -164,7 +163,7 @@ NOT_OURS: dict[str, tuple[tuple, dict[str, Any]]] = {
     "two values for q": ((Q, K, V, H), {"q": Q}),
     "9 positional arguments": ((Q, K, V, H, None, None, False, False, 1), {}),
     "3, 3 and 3 dimensions": ((Q, K, V, H), {"skip_reshape": True}),
-    "q has 3 heads, not 6": ((), {**FOUR, "heads": 6, "skip_reshape": True}),
+    "q has 3 heads, not 6": ((), {**dict(zip("qkv", heads_first())), "heads": 6, "skip_reshape": True}),
 }
 
 

@@ -13,24 +13,18 @@ objects, ffn = node_module("comfy.objects"), node_module("ffn_chunking")
 
 def graph(**kinds: tuple[str, dict[str, str]]) -> dict[str, Any]:
     return {
-        node: {"class_type": kind, "inputs": {name: _link(source) for name, source in inputs.items()}}
+        node: {"class_type": kind, "inputs": {n: [s[:-2], 1] if s[-2:] == " 1" else [s, 0] for n, s in inputs.items()}}
         for node, (kind, inputs) in kinds.items()
     }
 
 
-def _link(source: str) -> list[Any]:
-    name, _, output = source.partition(" ")
-    return [name, int(output or 0)]
-
-
 MERGE = ("ModelMergeSimple", {"model1": "load", "model2": "patch"})
-LORA = ("LoraLoaderModelOnly", {"model": "patch"})
 
 
 SUBTRACT = ("ModelSubtract", {"model1": "load", "model2": "lora"})
 GIVEN = {
     "weights only": ({"merge": MERGE}, "ModelMergeSimple takes only the weights of model2"),
-    "behind a LoRA": ({"lora": LORA, "merge": SUBTRACT}, "ModelSubtract"),
+    "behind a LoRA": ({"lora": ("LoraLoaderModelOnly", {"model": "patch"}), "merge": SUBTRACT}, "ModelSubtract"),
     "model1": ({"merge": ("ModelMergeSimple", {"model1": "patch", "model2": "load"})}, ""),
     "sampled beside": ({"merge": MERGE, "other": ("KSampler", {"model": "patch"})}, ""),
     "a guider": ({"merge": ("BasicGuider", {"model": "patch"})}, ""),

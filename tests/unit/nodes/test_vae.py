@@ -29,10 +29,6 @@ class Held(nn.Module):
         return self.optimized_attention(x, x * 2, x + 1)
 
 
-def helper(x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x, x, x)
-
-
 class Plain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x)
@@ -103,7 +99,9 @@ def test_calls_of_the_hosts_function_are_caught_within_a_whole_call_alone(
 def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:
     engine, seen, x = make_engine(), [], torch.randn(1, 2, 6, 8)
     sites = attention.Sites(engine, nn.Module(), lambda module: ())
-    ours = attention.whole_call(lambda x, y: helper(x), sites, lambda *what: seen.append(what))
+    ours = attention.whole_call(
+        lambda x, y: F.scaled_dot_product_attention(x, x, x), sites, lambda *what: seen.append(what)
+    )
     out = ours(x, y=1)
     assert seen == [((x,), {"y": 1}, out)]
     assert stub_host.said == ["Model: 1 call, 1 taken (torch 1), 0 passed to ComfyUI"]

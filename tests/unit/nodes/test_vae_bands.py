@@ -12,18 +12,14 @@ from torch import Tensor, nn
 
 bands, attention, scopes = map(node_module, ("patches.bands", "patches.replacements", "patches.override"))
 calls = core_module("vae.calls")
-pytestmark = pytest.mark.usefixtures("stub_host", "_narrow", "bars")
+pytestmark = pytest.mark.usefixtures("stub_host", "bars")
 ALWAYS, NEEDED = bands.ALWAYS, bands.NEEDED
 
 
 @pytest.fixture
-def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_CPU_BUDGET", 1 << 16)
-
-
-@pytest.fixture
 def bars(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
-    """ComfyUI's progress bars, with their numbers of steps."""
+    """ComfyUI's progress bars, with their numbers of steps; bands are narrow."""
+    monkeypatch.setattr(calls, "_CPU_BUDGET", 1 << 16)
     made: list[Mock] = []
     host = node_module("comfy.host")
     monkeypatch.setattr(host, "progress_bar", lambda steps: made.append(Mock(steps=steps)) or made[-1])

@@ -23,19 +23,8 @@ def values(node: dict[str, Any]) -> list[Any]:
     return [value for value in node.get("widgets_values") or [] if value not in files.SEED_MODES]
 
 
+SIMPLE = {"BOOLEAN": (bool,), "INT": (int,), "FLOAT": (int, float), "STRING": (str,)}
 BYPASSED = 4  # the mode of a node that stands there for the user to switch on
-
-
-def running(workflow: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    nodes = (node for node in workflow["nodes"] if node["type"] not in files.PAGES and node["mode"] != BYPASSED)
-    return {str(node["id"]): node for node in nodes}
-
-
-def sources(workflow: dict[str, Any]) -> dict[int, list[Any]]:
-    """Link -> node and output that it comes from, past the bypassed nodes."""
-    found = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
-    past = {str(node["id"]): found[node["inputs"][0]["link"]] for node in workflow["nodes"] if node["mode"] == BYPASSED}
-    return {link: past.get(source[0], source) for link, source in found.items()}
 
 
 def test_each_workflow_has_a_picture_a_twin_and_a_tiny_model_and_nothing_else_is_there() -> None:
@@ -60,10 +49,14 @@ def test_the_pictures_of_the_documents_show_the_nodes_as_they_are() -> None:
 @every_workflow
 def test_both_twins_are_the_same_graph(name: str) -> None:
     workflow, prompt = files.opened(name), files.prompt_of(name)
-    nodes = running(workflow)
+    runs = (node for node in workflow["nodes"] if node["type"] not in files.PAGES and node["mode"] != BYPASSED)
+    nodes = {str(node["id"]): node for node in runs}
     kinds = {key: node["class_type"] for key, node in prompt.items()}
     assert {key: node["type"] for key, node in nodes.items()} == kinds
-    links = sources(workflow)
+    links = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    bypassed = (node for node in workflow["nodes"] if node["mode"] == BYPASSED)
+    past = {str(node["id"]): links[node["inputs"][0]["link"]] for node in bypassed}
+    links = {link: past.get(source[0], source) for link, source in links.items()}
     for key, node in nodes.items():
         given = prompt[key]["inputs"]
         linked = {slot["name"]: links[slot["link"]] for slot in node.get("inputs", []) if slot.get("link") is not None}
@@ -71,17 +64,14 @@ def test_both_twins_are_the_same_graph(name: str) -> None:
         if node["type"] == "PreviewAny":  # its widgets show what came in
             continue
         if node["type"] in NODES:
-            order = [name for name, spec in inputs_of(node["type"]).items() if is_widget(spec)]
+            specs = inputs_of(node["type"]).items()
+            order = [name for name, (kind, *_) in specs if isinstance(kind, list) or kind in SIMPLE]
             unlinked = {name: value for name, value in zip(order, values(node), strict=True) if name not in linked}
             assert unlinked == {name: value for name, value in given.items() if not files.is_link(value)}
         elif node["type"] == "SaveVideo":  # its widgets depend on each other and on ComfyUI's version
             assert values(node)[0] == given["filename_prefix"]
         else:
             assert values(node) == [value for value in given.values() if not files.is_link(value)]
-
-
-def is_widget(spec: tuple) -> bool:
-    return isinstance(spec[0], list) or spec[0] in ("INT", "FLOAT", "STRING", "BOOLEAN")
 
 
 @every_workflow
@@ -103,9 +93,8 @@ def allows(spec: tuple, value: Any) -> bool:
     kind, options = spec[0], spec[1] if len(spec) > 1 else {}
     if isinstance(kind, list):
         return value in kind
-    types = {"BOOLEAN": (bool,), "INT": (int,), "FLOAT": (int, float), "STRING": (str,)}
     is_within = kind not in ("INT", "FLOAT") or options.get("min", value) <= value <= options.get("max", value)
-    return type(value) in types[kind] and is_within
+    return type(value) in SIMPLE[kind] and is_within
 
 
 @every_workflow
@@ -125,14 +114,10 @@ def test_one_workflow_has_every_node_that_a_model_of_comfyui_can_use() -> None:
     assert [kind for kind, mode in found.items() if mode == BYPASSED] == ["Pascal8Bit"], "it is not exact"
 
 
-def note_of(workflow: dict[str, Any]) -> str:
-    return next(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in files.PAGES)
-
-
 @every_workflow
 def test_what_a_workflow_needs_is_named_in_its_short_note_and_known_to_the_front_end(name: str) -> None:
-    workflow = files.opened(name)
-    note, nodes = note_of(workflow), workflow["nodes"]
+    nodes = files.opened(name)["nodes"]
+    note = next(node["widgets_values"][0] for node in nodes if node["type"] in files.PAGES)
     loaded = {value for node in nodes for value in values(node) if str(value).endswith((".safetensors", ".gguf"))}
     models = [model for node in nodes for model in node.get("properties", {}).get("models", [])]
     assert loaded == {model["name"] for model in models} != set()

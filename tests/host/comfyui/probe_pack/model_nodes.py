@@ -18,10 +18,6 @@ THIS_FILE = __file__
 RECORDS = collections.defaultdict(collections.Counter)
 
 
-def _is_host_file(path):
-    return path.startswith(HOST) and "custom_nodes" not in path
-
-
 def _is_comparison(frame):
     """Whether the patch asks the host's function for a few rows, to compare its own with them."""
     while frame is not None and frame.f_code.co_filename != THIS_FILE:
@@ -42,7 +38,8 @@ class CallCount:
         if event == "call" and frame.f_code is WRAPPER_CODE:
             self.counts["wrapped"] += "_inside_attn_wrapper" not in frame.f_locals["kwargs"]
         elif event == "c_call" and arg is SDPA:
-            self.counts["sdpa"] += _is_host_file(frame.f_code.co_filename) and not _is_comparison(frame)
+            path = frame.f_code.co_filename
+            self.counts["sdpa"] += path.startswith(HOST) and "custom_nodes" not in path and not _is_comparison(frame)
 
     def __enter__(self):
         self.previous = sys.getprofile()

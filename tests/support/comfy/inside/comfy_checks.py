@@ -41,6 +41,8 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 def run_checks(module: str) -> None:
     """Run the checks of one module, each in inference mode, as the host executes nodes, and each from a clean host."""
+    import comfy.model_management
+
     for name, function in CHECKS.items():
         if function.__module__ != module:  # a module borrows helpers from others
             continue
@@ -53,15 +55,9 @@ def run_checks(module: str) -> None:
             except BaseException:
                 outcome = ["failed", traceback.format_exc()]
         print(MARKER + json.dumps([name, outcome]), flush=True)
-        clean_up()
-
-
-def clean_up() -> None:
-    import comfy.model_management
-
-    comfy.model_management.interrupt_current_processing(False)
-    gc.collect()
-    pack("engine.runs")._recent.clear()
+        comfy.model_management.interrupt_current_processing(False)
+        gc.collect()
+        pack("engine.runs")._recent.clear()
 
 
 def pack(module: str) -> Any:

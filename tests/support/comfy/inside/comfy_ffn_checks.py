@@ -48,11 +48,6 @@ def is_clean(model):
     return not any("forward" in vars(module) for module in model.model.modules())
 
 
-def report_of(model):
-    binding = model.injections["pascal_attn_ffn"][0].inject.__self__.binding
-    return binding, binding.report(model.model.diffusion_model)
-
-
 @check
 def every_family_is_chunked_and_exact():
     for name, base in families():
@@ -60,7 +55,8 @@ def every_family_is_chunked_and_exact():
         model = patched(base)
         run = run_of(lambda: sample(model, name), stock)  # noqa: B023
         assert run.part == "feed-forward", run
-        _, report = report_of(model)
+        binding = model.injections["pascal_attn_ffn"][0].inject.__self__.binding
+        report = binding.report(model.model.diffusion_model)
         # no picture is given, and two layers of text are two tokens
         small = ("img_emb", "txtfusion.layerwise_blocks")
         states = {line.state for line in report.lines if not line.name.startswith(small)}
