@@ -69,7 +69,7 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
     if mask is not None and call.needs_grad and mask.dtype != torch.bool and fault_reasons(call, read=not in_graph):
         return False
     if call.groups > 1:
-        if not fused_takes(call, query, key, value, mask):
+        if not fused_takes(call, query, key, value, mask):  # type: ignore[arg-type]
             return False  # torch's math would expand K and V
         if call.seq_len_q == 1 and call.batch_size * call.num_kv_heads * call.seq_len_kv * call.head_dim >= MANY_KEYS:
             return False
