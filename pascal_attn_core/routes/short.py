@@ -14,7 +14,7 @@ from ..tiled.layout import rows_overlap, slides_by_one
 from .derivatives import differentiable
 from .route import Choice, Request, Route
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, broken_promise, fault_reasons
-from .torch_kernel import TorchForm, fused_takes, lacks, run_form
+from .torch_kernel import fused_takes, lacks, run_as_it_is
 
 # Numbers in the keys of grouped heads from which on a single query is no short call, however small its score matrix.
 MANY_KEYS = 1 << 21
@@ -32,7 +32,7 @@ class TorchAsIs(Route):
         return None if is_short(request.call, request.config) else ["it is not short"]
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
-        return Results(differentiable(run_form(call, TorchForm()), config))
+        return Results(differentiable(run_as_it_is(call), config))
 
 
 class ShortCalls(Route):

@@ -363,9 +363,13 @@ def _upcast(call: AttentionCall, four: Four, form: TorchForm, budget_bytes: int)
     return replace(form, fold="heads", upcast=True, heads_step=heads)
 
 
+def run_as_it_is(call: AttentionCall) -> Tensor:
+    """The call by torch's function, whichever kernel that takes."""
+    return _call_torch(call, call.query, call.key, call.value, call.attn_mask)  # type: ignore[arg-type]
+
+
 def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
-    """The call by torch's fused kernel, by any of its kernels for the form that changes nothing. Shapes and dtypes as
-    in :func:`pascal_attn_core.sdpa`."""
+    """The call by torch's fused kernel. Shapes and dtypes as in :func:`pascal_attn_core.sdpa`."""
     four = as_four_dimensions(call)
     assert isinstance(four, Four)
     if form.copied:
