@@ -10,6 +10,7 @@ python tools/path.py --house nodes/engine        with every place beneath that p
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -137,4 +138,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # its reader may have seen enough
     sys.exit(main())

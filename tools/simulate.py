@@ -32,7 +32,7 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from tools.models.shares import KERNELS  # noqa: E402
 DRIVER = Path(__file__).parent / "simulator" / "driver.cc"
 CARD = Path("configs") / "tested-cfgs" / "SM6_TITANX"
 KINDS = ("forward", "grad_query", "grad_key_value", "int8")  # additions to memory by several blocks come out wrong
+RULES: dict[str, Any] = {}  # --causal: the last query sees the last key
 LANES = 128  # multiply-adds per cycle of a multiprocessor
 # One multiprocessor, with a network that needs no file for it, and shuffles that take a plausible time (as they are,
 # 32 cycles, the simulator runs out of its pipeline).
@@ -188,7 +189,7 @@ def forward_work(variant: Variant, keys: int) -> Work:
     """As many tiles of query rows as one multiprocessor is to hold, over these keys."""
     tokens = variant.geometry.rows * variant.geometry.blocks
     query, key, value = _numbers(variant, tokens, keys, keys)
-    call = check_call(query, key, value)
+    call = check_call(query, key, value, **RULES)
     is_int8 = variant.kind == "int8"
     assert is_int8 or variant_of(call, "forward") == variant
     out = torch.zeros_like(query)
@@ -197,7 +198,7 @@ def forward_work(variant: Variant, keys: int) -> Work:
         emulate(packing)
     else:
         (launch,) = forward_launches(call, Plan(variant), out)
-    exact = reference_sdpa(query.double(), key.double(), value.double())[0]
+    exact = reference_sdpa(query.double(), key.double(), value.double(), **RULES)[0]
     return Work(launch, [*launch.keep, query, key, value, out], [out], [exact])
 
 
@@ -208,11 +209,11 @@ def gradient_work(variant: Variant, moving: int) -> Work:
     queries, keys = (staying, moving) if variant.kind == "grad_query" else (moving, staying)
     query, key, value, grad_out = _numbers(variant, queries, keys, keys, queries)
     leaves = [t.double().requires_grad_() for t in (query, key, value)]
-    exact, lse = reference_sdpa(*leaves)
+    exact, lse = reference_sdpa(*leaves, **RULES)
     expected = torch.autograd.grad(exact, leaves, grad_out.double())
     out, lse = exact.detach().to(query.dtype), lse.detach().float()
     grads = [torch.zeros_like(t) for t in (query, key, value)]
-    call, plan = check_call(query, key, value), Plan(variant, 0, all_gradients(variant))
+    call, plan = check_call(query, key, value, **RULES), Plan(variant, 0, all_gradients(variant))
     launches = backward_launches(call, plan, grad_out, out, lse, None, None, (grads[0], grads[1], grads[2]))
     (launch,) = (each for each in launches if each.function == KERNELS[variant.kind].function)
     # What pa_delta computes, in its place.
@@ -273,6 +274,7 @@ def run_in_child(library: Path, variant: Variant, moving: int, folder: Path, mov
     command = [sys.executable, __file__, str(library), "--child", str(answer)]
     command += ["--kind", variant.kind, "--head-dim", str(variant.head_dim), "--dtype", variant.dtype]
     command += ["--keys", str(moving), *(["--without-moves"] if not moves else [])]
+    command += ["--causal"] if RULES else []
     still = shutil.which("setarch")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("w") as log:
@@ -308,9 +310,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--keys", type=int, nargs="+", default=[512, 1024], help="or queries: two, one flush apart")
     parser.add_argument("--without-moves", action="store_true", help="that ptxas leaves out; int8: always")
+    parser.add_argument("--causal", action="store_true", help="these rows end at the diagonal")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     variant = Variant(arguments.kind, arguments.head_dim, arguments.dtype)
+    if arguments.causal:
+        RULES.update(is_causal=True, alignment="lower_right")
     if not variant.exists or variant.name not in tool.read_table():
         parser.error(f"there is no kernel {variant.name}")
     if arguments.child:

@@ -149,10 +149,11 @@ class FusedRoute(Route):
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:
-        """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, and a
-        copy of grad_out if its rows cannot be read as they lie. If one kernel computes all gradients, the float32 sums
-        of a gradient of query in 16 bits come to that. If a kernel cannot be launched any more, the route ``tiled``
-        goes back from the same results, unless the call holds several sequences."""
+        """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, of each
+        range where the plan has several, and a copy of grad_out if its rows cannot be read as they lie. If one kernel
+        computes all gradients, the float32 sums of a gradient of query in 16 bits come to that. If a kernel cannot be
+        launched any more, the route ``tiled`` goes back from the same results, unless the call holds several
+        sequences."""
         if plan.band_rows:
             return self._backward_in_bands(call, config, plan, saved, wanted)
         try:
@@ -321,11 +322,12 @@ def _with_atomic_gradients(
         reason = "; ".join(kernels.reasons((variant,)))
     if reason:
         return plan._replace(remark=f"its gradients in seven products: {reason}")
-    return plan._replace(gradients=(variant,), remark="its gradients in five products, by atomic additions")
+    remark = "its gradients in five products, by atomic additions"
+    return plan._replace(gradients=(variant,), ranges=(1, 1), remark=remark)
 
 
 def _summed(grads: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
-    """Gradients in the shapes of the inputs, of which those that broadcast have them in full."""
+    """Gradients in the shapes of the inputs, from those in full even where inputs broadcast, and in ranges."""
     return [g if g.shape == t.shape else g.sum_to_size(t.shape) for g, t in zip(grads, inputs)]
 
 
@@ -341,14 +343,16 @@ def _readable(grad_out: Tensor, variant: Variant) -> Tensor:
 def _first_backward(
     call: AttentionCall, plan: Plan, given: tuple[Any, ...]
 ) -> tuple[tuple[Tensor, ...], Sequence[Loaded]]:
-    """The gradients of query, key and value, in full even where inputs broadcast, and the launches that were queued."""
+    """The gradients of query, key and value, in full even where inputs broadcast and in the ranges of the plan, and the
+    launches that were queued."""
     out, lse, log_sum, grad_out, grad_lse = given[4:]
     kernels, packed = kernels_of(call), plan.packed
     kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)
+    of_query, of_key = ((ranges,) if ranges > 1 else () for ranges in plan.ranges)
     grads = (
-        call.query.new_empty((*call.out_shape[:-1], call.head_dim)),
-        call.key.new_empty((*kv_lead, call.seq_len_kv, call.head_dim)),
-        call.value.new_empty((*kv_lead, call.seq_len_kv, call.head_dim_v)),
+        call.query.new_empty((*of_query, *call.out_shape[:-1], call.head_dim)),
+        call.key.new_empty((*of_key, *kv_lead, call.seq_len_kv, call.head_dim)),
+        call.value.new_empty((*of_key, *kv_lead, call.seq_len_kv, call.head_dim_v)),
     )
     kernels.ensure(plan.gradients)  # the forward pass may have been another route's
     launches = backward_launches(call, plan, grad_out, out, lse, log_sum, grad_lse, grads)

@@ -1,6 +1,6 @@
 """Modelled times of whole calls, of the kernels on tensor cores, beside what an H200 measured.
 
-    python -m tools.models.calls                                 both tables of docs/fused-kernel.md
+    python -m tools.models.calls                                 the tables of docs/fused-kernel.md
     python -m tools.models.calls --write docs/fused-kernel.md    put them between the marks in the document
 
 A block reads its own rows, one load after the other, the first keys and values, and plays its rounds of the main loop
@@ -31,7 +31,7 @@ from .sass import Instruction
 from .tensor import MACHINES, SCHEDULERS, Machine, paths, simulate, tensor_cycles
 
 BEGIN, END = "<!-- times of calls: tools.models.calls -->", "<!-- end of times of calls -->"
-TITAN = Machine("TITAN X", {}, 128, 28, 61, clock=1.53e9)
+TITAN = Machine("TITAN X", {}, 128, 28, 61, clock=1.53e9, memory=480e9)
 _LAUNCH = 5e-6
 _PLAIN = {"forward": 2 / 0.55, "grad_query": 3 / 0.44, "grad_key_value": 4 / 0.44}  # products, of the peak
 HEAD_DIMS, HEADS = (40, 64, 80, 96, 128), 32
@@ -58,15 +58,13 @@ def _scalings(number: int) -> float:
     return sum(1 - (1 - 1 / t) ** 8 for t in range(1, number + 1))
 
 
-def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[float, int]]:
-    """(rounds, of them cut by the band) of each block of a kernel, in the order of their launch."""
-    own, traits, shape = variant.geometry, variant.traits, Shape.of(call)
-    heads, group = shape.batch * shape.heads, 1
-    if traits.of_keys:  # the rows are keys, which meet the queries of all heads of a group
-        heads, group = heads // shape.groups, shape.groups
-        band = shape.band and (-shape.band[1], -shape.band[0])
-        shape = shape._replace(tokens=shape.keys, keys=shape.tokens, band=band)
-    sizes = key_tiles(shape, own)
+def jobs(call: AttentionCall, plan: Plan, variant: Variant, by_size: bool = True) -> Iterator[tuple[float, int]]:
+    """(rounds, of them cut by the band) of each block of a kernel, in the order of their launch. ``by_size``: gradients
+    begin with the longest of all heads, else of each head."""
+    own, traits, shape, group = variant.geometry, variant.traits, Shape.of(call), 1
+    if traits.of_keys:
+        shape, group = shape.transposed, shape.groups
+    heads, sizes = shape.batch * shape.heads, key_tiles(shape, own)
     edges = 0 if shape.band is None else sum(abs(end) < shape.keys for end in shape.band) * -(-own.rows // own.cols)
     if plan.pieces and not traits.is_gradient:
         whole = (sizes[tile % len(sizes)] for tile in range(plan.pieces.whole))
@@ -76,29 +74,54 @@ def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[fl
             yield piece.cost(own.cols) / own.cols, min(edges, piece.end - piece.first) * is_last
         return
     splits = 1 if traits.is_gradient else max(1, plan.splits)
-    tiles = [(group * -(-size // splits), group * min(edges, size) // splits) for size in sizes for _ in range(splits)]
-    tiles = sorted(tiles, reverse=True) if shape.band else tiles  # as a causal rule has them launched
-    if shape.band and traits.is_gradient and variant.on_tensor_cores:  # the longest of all heads first
-        yield from (tile for tile in tiles for _ in range(heads))
-    else:
-        yield from itertools.chain.from_iterable(itertools.repeat(tiles, heads))
+    for part in _ranges_of(shape, num_ranges_of(plan, variant)):
+        sizes = key_tiles(part, own)
+        tiles = [(group * -(-n // splits), group * min(edges, n) // splits) for n in sizes for _ in range(splits)]
+        tiles = sorted(tiles, reverse=True) if shape.band else tiles  # as a causal rule has them launched
+        if by_size and shape.band and traits.is_gradient and variant.on_tensor_cores:
+            yield from (tile for tile in tiles for _ in range(heads))
+        else:
+            yield from itertools.chain.from_iterable(itertools.repeat(tiles, heads))
 
 
-def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine) -> float:
-    """The time of one launch."""
+def num_ranges_of(plan: Plan, variant: Variant) -> int:
+    """Ranges of columns of a kernel."""
+    return plan.ranges[variant.traits.of_keys] if variant.is_gradient else 1
+
+
+def _ranges_of(shape: Shape, ranges: int) -> Iterator[Shape]:
+    """What the rows are to each range of the columns."""
+    length = -(-shape.keys // ranges)
+    for first in range(0, shape.keys, length):
+        band = shape.band and (shape.band[0] - first, shape.band[1] - first)
+        yield shape._replace(keys=min(length, shape.keys - first), band=band)
+
+
+def _adding_seconds(call: AttentionCall, variant: Variant, ranges: int, machine: Machine) -> float:
+    """The time in which the gradients of the ranges are written, read and added."""
+    if ranges == 1:
+        return 0.0
+    tensors = (call.key, call.value) if variant.traits.of_keys else (call.query,)
+    return sum(_LAUNCH + (2 * ranges + 1) * t.nbytes / machine.memory for t in tensors)
+
+
+def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine, by_size: bool = True) -> float:
+    """The time of one launch; ``by_size``: see :func:`jobs`."""
     own, usual = variant.geometry, round_cycles(variant, machine)
     rising = max(0.0, round_cycles(variant, machine, rises=True) - usual)
     cut = max(0.0, round_cycles(variant, machine, at_edge=True) - usual) if call.has_band else 0.0
     begin = (1 + variant.traits.is_gradient) * own.rows * variant.head_dim // 8 // own.threads + 3
     free = [0.0] * (own.blocks * machine.num_sms)
-    for number, edges in jobs(call, plan, variant):
+    for number, edges in jobs(call, plan, variant, by_size):
         took = begin * machine.load + number * usual + _scalings(int(number)) * rising + edges * cut
         heapq.heapreplace(free, free[0] + took)
-    return _LAUNCH + max(free) / machine.clock
+    adding = _adding_seconds(call, variant, num_ranges_of(plan, variant), machine)
+    return _LAUNCH + max(free) / machine.clock + adding
 
 
 class Size(NamedTuple):
-    """The size of a call; ``window``: keys that a query sees at most, itself the last of them; 0 = all before it."""
+    """The size of a call; ``window``: keys that a query sees at most, itself the last of them; 0 = all before it.
+    ``keys``: 0 = as many as queries."""
 
     batch: int
     heads: int
@@ -107,6 +130,7 @@ class Size(NamedTuple):
     head_dim: int
     is_causal: bool = False
     window: int = 0
+    keys: int = 0
 
     @property
     def operations(self) -> int:
@@ -116,19 +140,24 @@ class Size(NamedTuple):
         return 4 * self.batch * self.heads * visible * self.head_dim
 
 
-@functools.cache
-def seconds(size: Size, machine: Machine) -> tuple[float, float]:
-    """The time of the kernels of a call in float16, on plain cores in float32: forward, and gradients."""
+def planned(size: Size, machine: Machine) -> tuple[AttentionCall, Plan]:
+    """A call in float16, on plain cores in float32, with gradients, and its plan."""
     dtype = torch.float16 if machine.product else torch.float32
     query, key = (
-        torch.empty(size.batch, heads, size.tokens, size.head_dim, dtype=dtype, device="meta")
-        for heads in (size.heads, size.kv_heads)
+        torch.empty(size.batch, heads, tokens, size.head_dim, dtype=dtype, device="meta")
+        for heads, tokens in ((size.heads, size.tokens), (size.kv_heads, size.keys or size.tokens))
     )
     window = (size.window - 1, 0) if size.window else None
     call = check_call(Arguments(query, key, key, is_causal=size.is_causal, window=window, enable_gqa=True))
     plan_of = tensor_plan if machine.product else plan_call
-    plan = plan_of(call, machine.num_sms, divmod(machine.arch, 10), for_grad=True)
-    forward, *gradients = (kernel_seconds(call, plan, variant, machine) for variant in plan.variants)
+    return call, plan_of(call, machine.num_sms, divmod(machine.arch, 10), for_grad=True)
+
+
+@functools.cache
+def seconds(size: Size, machine: Machine, by_size: bool = True) -> tuple[float, float]:
+    """The time of the kernels of such a call: forward, and gradients; ``by_size``: see :func:`jobs`."""
+    call, plan = planned(size, machine)
+    forward, *gradients = (kernel_seconds(call, plan, variant, machine, by_size) for variant in plan.variants)
     return forward, sum(gradients)
 
 
@@ -155,10 +184,23 @@ MEASURED: dict[Size, tuple[float, float, float | None, tuple[float, float]]] = {
 }
 
 
+def measured_kernels(size: Size) -> tuple[float, float]:
+    """:func:`seconds` on the H200, in the order in which the blocks were launched then."""
+    return seconds(size, MACHINES["H200"], by_size=False)
+
+
+# Calls that have fewer blocks of gradients than a card has multiprocessors.
+RANGES = {
+    Size(1, 10, 10, 4096, 64, keys=77): "4,096 queries and 77 keys, 10 heads, head_dim 64",
+    Size(1, 8, 8, 1024, 64): "1,024 tokens, 8 heads, head_dim 64",
+    Size(1, 8, 8, 2048, 64, True): "2,048 tokens, causal, 8 heads, head_dim 64",
+}
+
+
 def modelled_ms(size: Size) -> tuple[float, float]:
     """Milliseconds of a measured call: forward, and forward and backward, whose second kernels begin when the host has
     launched them and the first have ended."""
-    (forward, gradients), (host, both) = seconds(size, MACHINES["H200"]), MEASURED[size][-1]
+    (forward, gradients), (host, both) = measured_kernels(size), MEASURED[size][-1]
     return host + 1e3 * forward, max(both, host + 1e3 * forward) + 1e3 * gradients
 
 
@@ -169,12 +211,12 @@ def measured_ms(size: Size) -> tuple[float, float, float]:
 
 
 def table() -> str:
-    """Both tables."""
+    """The tables."""
     lines = ["| H200, ms | forward | modelled | kernel | with backward | modelled | kernels |", "|---" * 7 + "|"]
     for size in MEASURED:
         (least, most, both), (forward, backward) = measured_ms(size), modelled_ms(size)
         name = f"{size.batch}x{size.heads}x{size.tokens}x{size.head_dim}" + ", causal" * size.is_causal
-        alone = [1e3 * took for took in seconds(size, MACHINES["H200"])]
+        alone = [1e3 * took for took in measured_kernels(size)]
         cells = [name, f"{least:.2f}" + f"-{most:.2f}" * (least < most), f"{forward:.2f}", f"{alone[0]:.2f}"]
         cells += ["-"] * 3 if math.isnan(both) else [f"{ms:.2f}" for ms in (both, backward, sum(alone))]
         lines.append("| " + " | ".join(cells) + " |")
@@ -183,7 +225,19 @@ def table() -> str:
     lines += ["", "| head_dim | " + " | ".join(heads) + " |", "|---" * 7 + "|"]
     for head_dim in HEAD_DIMS:
         lines.append(f"| {head_dim} | " + " | ".join(text for card in cards for text in _cells(head_dim, card)) + " |")
+    lines += ["", "| gradients, ms (in one range) | T4 | V100 |", "|---" * 3 + "|"]
+    for size, name in RANGES.items():
+        lines.append(f"| {name} | " + " | ".join(_in_ranges(size, card) for card in cards[:2]) + " |")
     return "\n".join(lines)
+
+
+def _in_ranges(size: Size, card: Machine) -> str:
+    call, plan = planned(size, card)
+    found, one_range = (
+        sum(1e3 * kernel_seconds(call, how, variant, card) for variant in plan.gradients)
+        for how in (plan, plan._replace(ranges=(1, 1)))
+    )
+    return f"{found:.2f} ({one_range:.2f})" if plan.ranges != (1, 1) else f"{found:.2f}"
 
 
 def _cells(head_dim: int, card: Machine) -> Iterator[str]:

@@ -58,6 +58,7 @@ class Machine:
         num_sms: of the card; arch: 75 is sm_75.
         queue: cycles of work that the pipe of shared memory accepts beyond what it is doing, see above.
         plain: cycles of a scheduler for float32; load: until a global load is there. clock: cycles a second.
+        memory: bytes a second.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Machine:
     plain: int = 2
     load: int = 400
     clock: float = 1.59e9
+    memory: float = 320e9
 
     @property
     def peak(self) -> float:
@@ -83,8 +85,8 @@ MACHINES = {
     for machine in (
         Machine("T4", {"HMMA.1688": 8}, 64, 40, 75),
         Machine("RTX 2080 Ti", {"HMMA.1688": 16}, 64, 68, 75),
-        Machine("V100", {"HMMA.884": 2}, 128, 80, 70, clock=1.53e9),
-        Machine("H200", {"HMMA.1688": 8}, 128, 132, 90, plain=1, load=600, clock=1.98e9),
+        Machine("V100", {"HMMA.884": 2}, 128, 80, 70, clock=1.53e9, memory=900e9),
+        Machine("H200", {"HMMA.1688": 8}, 128, 132, 90, plain=1, load=600, clock=1.98e9, memory=4.8e12),
     )
 }
 

@@ -125,6 +125,6 @@ class TensorBackward(Backward):
     _fields_ = [
         *_fields(_POINTER, "mask_bits flags"),
         *_fields(_I64, "bits_b bits_h bits_q flags_b flags_h flags_q"),
-        *_fields(_INT, "mask_heads mask_rows"),
+        *_fields(_INT, "mask_heads mask_rows range range_end"),
         *_fields(_FLOAT, "tanh_scale grad_scale"),
     ]

@@ -33,6 +33,7 @@ struct TensorBackward : Backward {
     i64 bits_b, bits_h, bits_q;     // of mask_bits, in words
     i64 flags_b, flags_h, flags_q;  // of flags, per tile of queries
     int mask_heads, mask_rows;      // of a mask, without those that repeat
+    int range, range_end;           // batch element b has the columns from b * range on, range_end at most
     float tanh_scale;               // PA_CAPPED: as in the forward kernel; scale and scale_log2 are of the capped scores
     float grad_scale;               // of dX: the softmax scale
 };
@@ -83,11 +84,9 @@ INLINE Place find_place(const Params& p, int z) {
     at.high = s.band.high;
 #endif
     const int last = at.row0 + min_int(PA_BR, at.rows) - 1;
-    at.begin = max_int(0, at.row0 + at.low);
-#if PA_MASK
-    at.begin -= at.begin % PA_BC;  // as the mask's tiles lie
-#endif
-    at.end = min_int(at.length, last + at.high + 1);
+    at.begin = max_int(at.b * p.range, at.row0 + at.low);
+    if (PA_MASK || p.range) at.begin -= at.begin % PA_BC;  // as the mask's tiles lie, and the next range's
+    at.end = min_int(min_int(at.length, at.b * p.range + p.range_end), last + at.high + 1);
     return at;
 }
 

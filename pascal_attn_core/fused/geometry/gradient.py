@@ -70,14 +70,9 @@ def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> G
     if not of_keys:
         is_tight = padded or is_packed or is_capped or mask != "none"
         suffixes = ("capped",) if is_capped and not is_volta else ("tight",) if is_tight else ()
-    elif is_capped:
-        suffixes = ("capped",)
-    elif is_volta:
-        suffixes = ("float", "padded") if padded and mask == "float" else ()
-    elif is_packed:
-        suffixes = ("packed",) if mask == "none" else ("packed", "float")
-    elif mask != "none" or padded:
-        suffixes = (*((mask,) if mask != "none" else ()), *(("padded",) if padded and mask != "float" else ()))
+    elif not is_volta:
+        of_mask, of_padding = (mask,) * (mask != "none"), ("padded",) * (padded and mask != "float")
+        suffixes = ("capped",) if is_capped else ("packed", *of_mask) if is_packed else (*of_mask, *of_padding)
     name = "-".join((*(("volta",) if is_volta else ()), "key_value" if of_keys else "query", *suffixes))
     return GRADIENT_TABLES[name][head_dim]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,11 +32,49 @@ def backward_launches(
         grad_out, out: ``[*batch, Hq, L, Dv]``, rows as the kernels take them.
         lse, log_sum, grad_lse: ``[*batch, Hq, L]`` float32, contiguous.
         grads: of query ``[*batch, Hq, L, D]``, key ``[*batch, Hkv, S, D]`` and value ``[*batch, Hkv, S, Dv]``, in full
-            even where inputs broadcast.
+            even where inputs broadcast. Those that the plan computes in ranges have a dimension of them before: the
+            gradient is their sum.
     """
     optional = [t for t in (log_sum, grad_lse) if t is not None]
-    view = view_of(call, grad_out, out, lse, *grads, *optional)
-    return _launches_of(call, view, plan, log_sum is not None, grad_lse is not None)
+    of_query, of_key = plan.ranges
+    first = [grad if ranges == 1 else grad[0] for grad, ranges in zip(grads, (of_query, of_key, of_key))]
+    view = view_of(call, grad_out, out, lse, *first, *optional)
+    launches = _launches_of(call, view, plan, log_sum is not None, grad_lse is not None)
+    if plan.ranges == (1, 1):
+        return launches
+    delta, query, key = launches
+    query_steps, key_steps = {"dqb": grads[0].stride(0)}, {"dkb": grads[1].stride(0), "dvb": grads[2].stride(0)}
+    return [delta, *_by_ranges(query, of_query, query_steps), *_by_ranges(key, of_key, key_steps)]
+
+
+def _by_ranges(launch: Launch, ranges: int, steps: dict[str, int]) -> Iterator[Launch]:
+    """A launch of gradients as one for each batch element, to which ranges of the columns are its batch. ``steps``:
+    from the gradients of one range to those of the next, in elements."""
+    if ranges == 1:
+        yield launch
+        return
+    variant: Any = launch.variant
+    whole: Any = launch.params
+    numbers = {"batches": ranges, "qb": 0, "gb": 0, "lb": 0, "kb": 0, "vb": 0, **steps}
+    columns = whole.lk if "dqb" in steps else whole.lq
+    if variant.on_tensor_cores:
+        cols = variant.geometry.cols
+        length = -(-columns // (ranges * cols)) * cols
+        numbers |= {"range": length, "range_end": length}
+    else:
+        length = columns // ranges
+        of_keys = {"lk": length, "kb": length * whole.ks, "vb": length * whole.vs}
+        of_queries = {"lq": length, "qb": length * whole.qs, "gb": length * whole.gs, "lb": length}
+        numbers |= of_keys if "dqb" in steps else of_queries
+    item = launch.keep[1].element_size()
+    batch_bytes = {name: item * getattr(whole, f"{name}b") for name in ("q", "k", "v", "g", "dq", "dk", "dv")}
+    batch_bytes |= dict.fromkeys(("delta", "shift", "bits"), 4 * whole.lb)
+    for b in range(whole.batches):
+        params = type(whole).from_buffer_copy(whole)
+        begins = {name: getattr(whole, name) + b * step for name, step in batch_bytes.items()}
+        for name, number in (begins | numbers).items():
+            setattr(params, name, number)
+        yield launch._replace(grid=(*launch.grid[:2], ranges), params=params, work=launch.work // whole.batches)
 
 
 def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:
@@ -113,7 +154,7 @@ def _tensor_launches(
 ) -> list[Launch]:
     delta_grid, *grids = _grids(call, view, *variants)
     keep = [stats, *view.tensors]
-    fields |= {"grad_scale": call.scale, **softcap_fields(call)}
+    fields |= {"grad_scale": call.scale, "range_end": max(call.seq_len_q, call.seq_len_kv), **softcap_fields(call)}
     params = TensorBackward(**fields)
     launches = [Launch(variants[0], "pa_tensor_delta", delta_grid, 128, params, tuple(keep))]
     # Both kernels write the same bits: words for whole blocks of keys of the largest geometry.

@@ -29,6 +29,8 @@ MAX_SPLITS = 64
 FEW_QUERIES, KEYS_STEP = 8, 256
 # Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
 _SPLIT_SPEED = 0.6
+# Queries or keys of a range, see num_ranges: each block reads its own rows first, and its sums are stored and added.
+_LEAST_RANGE = 256
 # Shared memory of a multiprocessor in KiB by compute capability, or its major version: CUDA C++ programming guide,
 # technical specifications. From 8.0 on each block takes 1 KiB beside its own.
 _SHARED_KIB: dict[tuple[int, ...], int] = {
@@ -83,6 +85,7 @@ class Plan(NamedTuple):
         pieces: the blocks of a forward pass that lists them.
         tail: the last rows of every head, where another kernel computes them.
         band_rows: query rows that run at a time, each band by a plan of its own; 0 = all at once.
+        ranges: of keys for the gradient of query, and of queries for those of key and value: see :func:`num_ranges`.
         remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
         repeats: the launches of calls of one kind, where they are kept.
     """
@@ -94,6 +97,7 @@ class Plan(NamedTuple):
     pieces: Pieces | None = None
     tail: TailRows | None = None
     band_rows: int = 0
+    ranges: tuple[int, int] = (1, 1)
     remark: str = ""
     repeats: Repeats | None = None
 
@@ -138,14 +142,17 @@ def plan_call(
     if int8:
         return Plan(variant_of(call, "int8", arch))
     gradients = plain_gradients(call, arch) if for_grad else ()
+    ranges = _gradient_ranges(call, gradients, num_sms, capability)
     whole, split = (variant_of(call, kind, arch) for kind in forward_kinds(call))
     if packed is None:
         places = num_sms * resident_blocks(split, capability)
         splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
         if splits:
-            return Plan(split, splits, gradients)
+            return Plan(split, splits, gradients, ranges=ranges)
         if arch:
-            return Plan(whole, 0, gradients, tail=tail_rows(call, whole, variant_of(call, RANGES, arch), num_sms))
+            tail = tail_rows(call, whole, variant_of(call, RANGES, arch), num_sms)
+            return Plan(whole, 0, gradients, tail=tail, ranges=ranges)
+        return Plan(whole, 0, gradients, ranges=ranges)
     return Plan(whole, 0, gradients, packed)
 
 
@@ -267,11 +274,12 @@ def tensor_plan(
     gradients = gradient_variants(call, capability, packed=packed is not None, arch=arch) if for_grad else ()
     if packed is not None:
         return Plan(variant("_packed"), 0, gradients, packed)
+    ranges = _gradient_ranges(call, gradients, num_sms, capability)
     wide, small, even = variant(""), variant("_small"), variant("_even")
     splits, pieces = _fastest(Shape.of(call), wide, small, even, num_sms)
     if pieces is not None:
-        return Plan(even, 0, gradients, pieces=pieces)
-    return Plan(small if splits else wide, splits, gradients)
+        return Plan(even, 0, gradients, pieces=pieces, ranges=ranges)
+    return Plan(small if splits else wide, splits, gradients, ranges=ranges)
 
 
 def gradient_variants(
@@ -318,6 +326,12 @@ class Shape(NamedTuple):
         has_mask = call.attn_mask is not None
         return Shape(call.batch_size, call.num_heads, call.groups, tokens, keys, band, has_mask)
 
+    @property
+    def transposed(self) -> Shape:
+        """The rows are keys, which meet the queries of all heads of a group."""
+        band = self.band and (-self.band[1], -self.band[0])
+        return self._replace(heads=self.heads // self.groups, tokens=self.keys, keys=self.tokens, band=band)
+
 
 @functools.lru_cache(maxsize=1024)
 def _fastest(shape: Shape, wide: Variant, small: Variant, even: Variant, num_sms: int) -> tuple[int, Pieces | None]:
@@ -350,6 +364,36 @@ def tensor_splits(shape: Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: in
         if units * len(met) * splits > own.blocks * num_sms:  # more parts only add to what is joined
             break
     return chosen, best
+
+
+def _gradient_ranges(
+    call: AttentionCall, gradients: tuple[Variant, ...], num_sms: int, capability: tuple[int, int] | None
+) -> tuple[int, int]:
+    """``ranges`` of the :class:`Plan` of a call."""
+    if not gradients or call.attn_mask is not None or call.is_empty:
+        return 1, 1
+    of_query, of_key = (
+        num_ranges(shape, variant, num_sms * resident_blocks(variant, capability), num_sms)
+        for variant, shape in zip(gradients, (Shape.of(call), Shape.of(call).transposed))
+    )
+    return of_query, of_key
+
+
+def num_ranges(shape: Shape, variant: Variant, places: int, num_sms: int) -> int:
+    """Into how many ranges the columns are cut for a gradient of the rows, each with sums of its own; 1 = not at all.
+
+    A block has a tile of rows and meets all columns that it sees. The 77 keys of cross attention are one or two tiles
+    of each head, which leave most of a device idle, and under a causal rule few blocks take as long as the longest.
+    Where columns are cut, batch elements are computed one after the other."""
+    if shape.band is not None and not variant.on_tensor_cores:
+        return 1
+    sizes, heads = key_tiles(shape, variant.geometry), shape.heads
+    full = heads * sum(sizes) / max(1, *sizes)  # as many blocks that see all columns have the same work
+    ranges = max(1, min(int(places / max(1, full)), shape.keys // _LEAST_RANGE))
+    while not variant.on_tensor_cores and shape.keys % ranges:  # there they have one length
+        ranges -= 1
+    fits = shape.batch * heads * len(sizes) <= num_sms
+    return ranges if fits and ranges >= 2 * shape.batch else 1
 
 
 def _keys_met(shape: Shape, geometry: AnyGeometry, group: int) -> tuple[int, ...]:

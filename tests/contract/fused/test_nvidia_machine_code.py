@@ -98,7 +98,7 @@ _NO_RESULT = {"NOP", "DEPBAR", "MEMBAR", "ERRBAR", "YIELD", "CCTL", "BMOV", "RRO
 UNSEEN = {
     "sm_61 int8-64-float32-none, pa_pack_values 0x11e8 inverted: "
     "FSETP.GEU.AND P0, PT, R48, 1.175494350822287508e-38, PT": "log2f takes each number as one of those near 0: times "
-    "2^23, and 23 less in the end, which is the same",
+    "2^23, and 23 less in the end, which is the same"
 }
 Place = tuple[str, int]  # a function, and the place of an instruction in it
 
@@ -213,8 +213,7 @@ def test_few_changes_are_not_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["FOO R1, R2", "FADD.RN R1, R2, R3", "LDG.E.SOON R1, [R2]", "HMMA.16816.F32 R0, R2, R4, R6", ".word 0x1234"],
+    "line", ["FOO R1, R2", "FADD.RN R1, R2, R3", "LDG.E.SOON R1, [R2]", "HMMA.16816.F32 R0, R2, R4, R6", ".word 0x1234"]
 )
 def test_what_is_not_known_is_an_error(line: str) -> None:
     with pytest.raises(NotImplementedError, match=re.escape(line[-6:])):

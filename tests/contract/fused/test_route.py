@@ -8,7 +8,7 @@ import pytest
 import torch
 from attn_support.fused.cases import is_split, takes
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import CARD, T4
+from attn_support.fused.emulation import CARD, T4, V100
 from attn_support.fused.hip import RADEON_VII
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import assert_attention, assert_gradients, gradients
@@ -81,6 +81,38 @@ def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
         return found
 
     assert_gradients(backward, inputs, options, case.dtype, with_lse=True)
+
+
+CROSS, SELF = ((2, 2, 1024, 64), (2, 1, 21, 64)), ((1, 2, 530, 64), (1, 2, 570, 64))
+
+
+@pytest.mark.parametrize(
+    ("card", "shapes", "options", "grids"),
+    [
+        (CARD, CROSS, {}, [(16, 2, 2), (1, 1, 4), (1, 1, 4)]),
+        (CARD, ((2, 2, 21, 64), (2, 1, 1024, 64)), {}, [(1, 2, 4), (1, 2, 4), (16, 1, 2)]),
+        (T4, CROSS, {}, [(4, 2, 2), (1, 1, 4), (1, 1, 4)]),
+        (T4, SELF, {}, [(3, 2, 2), (3, 2, 2)]),
+        (T4, SELF, {"is_causal": True}, [(3, 2, 2), (3, 2, 2)]),
+        (V100, SELF, {"window": (200, 100), "alignment": "lower_right"}, [(3, 2, 2), (3, 2, 2)]),
+    ],
+)
+def test_gradients_of_few_blocks_are_summed_in_ranges(card: DeviceInfo, shapes, options: dict, grids: list) -> None:
+    dtype, options = torch.float32 if card == CARD else torch.float16, {"enable_gqa": True, **options}
+    query, key, value = _leaves(shapes[0], (1, *shapes[1][1:]), shapes[1], dtype=dtype)  # the key broadcasts
+    inputs = [query.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(), key, value]
+    config = AttentionConfig(route="fused" if card == CARD else "fused-tensor")
+
+    def backward(grad_out: Tensor, _: object) -> list[Tensor]:
+        with poisoned_memory():
+            once, again = (gradients(sdpa(*inputs, **options, config=config), inputs, grad_out) for _ in range(2))
+        assert all(map(torch.equal, once, again))
+        return again
+
+    with emulated_card(info=card) as kernels:
+        assert_gradients(backward, inputs, options, dtype)
+    found = [launch.grid for launch in kernels.queued if "_grad" in launch.function]
+    assert found == 2 * grids
 
 
 def test_tangents_and_gradients_of_gradients_go_on_in_tiles() -> None:

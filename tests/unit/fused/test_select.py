@@ -8,14 +8,14 @@ import amd as tool
 import pytest
 import torch
 from attn_support.fused.cases import whole
-from attn_support.fused.emulation import CARD
+from attn_support.fused.emulation import CARD, V100
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry.amd import ARCHS, RANGES_HEAD_DIMS, blocks_of_unit, wave_size
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.plan import Plan, plan_call, variant_of
+from pascal_attn_core.fused.launch.plan import Plan, plan_call, tensor_plan, variant_of
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes import fused as route
@@ -106,6 +106,35 @@ def test_one_query_fills_the_places_of_a_card_once() -> None:
 def test_few_queries_take_small_tiles(queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool) -> None:
     call = _call((64, heads, queries, head_dim), (64, kv_heads, 4096, head_dim), enable_gqa=heads != kv_heads)
     assert plan_call(call, CARD.num_sms).splits == packs
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "options", "ranges"),
+    [
+        (1, 4096, 77, {}, (1, 8)),
+        (2, 4096, 77, {}, (1, 8)),
+        (5, 4096, 77, {}, (1, 1)),  # one batch element after the other, each an eighth
+        (1, 1026, 77, {}, (1, 4)),  # at least 256 queries
+        (1, 77, 4096, {}, (8, 1)),
+        (1, 1024, 1024, {}, (2, 2)),
+        (1, 2048, 2048, {}, (1, 1)),
+        (1, 2000, 2000, {"is_causal": True}, (1, 1)),
+        (1, 1500, 1500, {"is_causal": True}, (2, 2)),
+        (1, 4096, 77, {"mask": torch.ones(77, dtype=torch.bool)}, (1, 1)),
+    ],
+)
+def test_ranges_of_columns_fill_a_card(batch, queries, keys, options: dict, ranges: tuple[int, int]) -> None:
+    call = _call((batch, 10, queries, 64), (batch, 10, keys, 64), dtype=torch.float16, **options)
+    assert tensor_plan(call, V100.num_sms, V100.capability, for_grad=True).ranges == ranges
+    assert tensor_plan(call, V100.num_sms, V100.capability).ranges == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("queries", "options", "ranges"), [(4096, {}, 4), (1026, {}, 3), (1028, {}, 4), (4096, {"is_causal": True}, 1)]
+)
+def test_on_plain_cores_ranges_are_equal(queries: int, options: dict, ranges: int) -> None:
+    call = _call((1, 10, queries, 64), (1, 10, 77, 64), **options)
+    assert plan_call(call, CARD.num_sms, CARD.capability, for_grad=True).ranges == (1, ranges)
 
 
 def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
