@@ -143,9 +143,7 @@ def test_it_is_not_imported_where_it_is_no_candidate(package: Callable[[], Modul
 
 
 @pytest.mark.parametrize("fault", ["is wrong", "raises"])
-def test_a_kind_of_call_for_which_it_is_wrong_or_raises_is_ours(
-    package: Callable[[], ModuleType], fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kind_of_call_for_which_it_is_wrong_or_raises_is_ours(package, fault: str, caplog) -> None:
     inputs = _inputs()
     package().fault = fault
     with _card(2.0, kind=UncheckedKernels):

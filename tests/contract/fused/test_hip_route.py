@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -58,9 +57,7 @@ def _calls(dtype: torch.dtype) -> list[Case]:
 @pytest.mark.parametrize(
     "case", some((case for dtype in _TOLERANCE for case in _calls(dtype)), 18), ids=lambda case: case.name
 )
-def test_answers_and_gradients_are_those_of_the_definition(
-    card: cards.CardKernels, no_torch_kernel: None, case: Case
-) -> None:
+def test_answers_and_gradients_are_those_of_the_definition(card, no_torch_kernel, case: Case) -> None:
     inputs, options = case.build()
     leaves = [t.requires_grad_() for t in inputs[:3]]
     with record() as report:
@@ -112,9 +109,7 @@ def _inputs() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("ours", "route"), [(1.0, "fused"), (3.0, "tiled")])
-def test_it_is_taken_where_it_is_faster_than_torchs_math(
-    no_torch_kernel: None, tmp_path: Path, ours: float, route: str
-) -> None:
+def test_it_is_taken_where_it_is_faster_than_torchs_math(no_torch_kernel, tmp_path, ours: float, route: str) -> None:
     asked: list[int] = []
 
     def clock(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:

@@ -203,8 +203,7 @@ def test_a_change_of_one_instruction_is_seen(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["FOO R1, R2", "FADD.RN R1, R2, R3", "LDG.E.SOON R1, [R2]", "HMMA.16816.F32 R0, R2, R4, R6", ".word 0x1234"],
+    "line", ["FOO R1, R2", "FADD.RN R1, R2, R3", "LDG.E.SOON R1, [R2]", "HMMA.16816.F32 R0, R2, R4, R6", ".word 0x1234"]
 )
 def test_what_is_not_known_is_an_error(line: str) -> None:
     with pytest.raises(NotImplementedError, match=re.escape(line[-6:])):

@@ -123,9 +123,7 @@ def with_picture(server: ComfyServer, host_script: Callable[..., str]) -> Model:
     return model
 
 
-def test_a_picture_of_ipadapter_gives_what_it_gives_without_ours(
-    crowded: ComfyServer, host_script: Callable[..., str]
-) -> None:
+def test_a_picture_of_ipadapter_gives_what_it_gives_without_ours(crowded, host_script) -> None:
     model = with_picture(crowded, host_script)
     stock, both = sampled(crowded, model), sampled(crowded, model, WHOLE, graphs.CHUNKING)
     effect = graphs.largest_difference(stock, sampled(crowded, plain))
@@ -137,9 +135,7 @@ def test_a_picture_of_ipadapter_gives_what_it_gives_without_ours(
     assert not rounded.says("0 of 0 linear layers")
 
 
-def test_a_controlnet_of_advanced_controlnet_keeps_its_effect(
-    crowded: ComfyServer, host_script: Callable[..., str]
-) -> None:
+def test_a_controlnet_of_advanced_controlnet_keeps_its_effect(crowded, host_script) -> None:
     apply = "ACN_AdvancedControlNetApply_v2"
     known(crowded, "ADVANCED_CONTROLNET", apply)
     path = crowded.base / "models" / "controlnet" / "tiny.safetensors"

@@ -66,9 +66,7 @@ def computed_in(server: ComfyServer, family: str, dtype: str) -> Captured:
     [("sd15", "bf16"), *itertools.product(["sd3", "flux", "wan_t2v", "ltxv"], LOW)],
     indirect=["family"],
 )
-def test_in_low_precision_it_is_as_near_to_float32_as_the_host(
-    server: ComfyServer, family: str, dtype: str, route: str
-) -> None:
+def test_in_low_precision_it_is_as_near_to_float32_as_the_host(server, family: str, dtype: str, route: str) -> None:
     exact, host = stock(server, family), computed_in(server, family, dtype)
     ours = sample(server, family, ("ModelComputeDtype", {"dtype": dtype}), attention_patch(route=route))
     assert ours.run.taken == host.counts["sdpa"] == exact.counts["sdpa"]

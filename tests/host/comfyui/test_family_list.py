@@ -102,9 +102,7 @@ def test_the_rows_name_each_family_of_the_tests_once() -> None:
     assert sorted(family for family, _ in families_of_rows()) == sorted(FAMILIES)
 
 
-def test_a_tested_family_is_of_the_network_in_whose_row_it_stands(
-    host_script: Callable[..., str], tiny_models: tuple[Path, dict[str, Any]]
-) -> None:
+def test_a_tested_family_is_of_the_network_in_whose_row_it_stands(host_script, tiny_models) -> None:
     models = {family: FAMILIES[family].model or family for family, _ in families_of_rows()}
     loaded = sorted({name for name in models.values() if "skip" not in tiny_models[1][name]})
     found = found_in(host_script(NETWORKS.format(names=loaded)))

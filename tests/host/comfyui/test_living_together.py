@@ -43,9 +43,7 @@ def test_a_lora_works_before_and_after(server: ComfyServer, family: str, lora_fi
 
 @pytest.mark.parametrize(("earlier", "calls"), [("auto", 16), ("run it first", 16), ("replace it", 8)])
 @pytest.mark.parametrize("kind", ["chain", "replace"])
-def test_a_patch_before_ours_runs_first_unless_told_otherwise(
-    server: ComfyServer, kind: str, earlier: str, calls: int
-) -> None:
+def test_a_patch_before_ours_runs_first_unless_told_otherwise(server, kind: str, earlier: str, calls: int) -> None:
     graph, tag = graphs.Graph(), uuid.uuid4().hex
     patches = [
         ("ProbeOtherPatch", {"kind": kind, "tag": tag}),

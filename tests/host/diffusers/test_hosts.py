@@ -190,8 +190,7 @@ def attention_of(graph):
 
 # processors of Wan and others that take no kwargs compiled before too
 @pytest.mark.parametrize(
-    ("name", "hows"),
-    [(name, ("processor", "patch") if name == "sd3" else ("processor",)) for name in some(KEYWORD, 8)],
+    ("name", "hows"), [(name, ("processor", "patch") if name == "sd3" else ("processor",)) for name in some(KEYWORD, 8)]
 )
 def test_a_pipeline_with_attention_kwargs_compiles_as_stock(name, hows):
     kwargs = {KEYWORD[name]: {"scale": 1.0}}

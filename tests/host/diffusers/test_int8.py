@@ -240,9 +240,7 @@ def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: t
 
 
 @pytest.mark.parametrize("is_first", some([True, False], 2))
-def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_why(
-    unet: nn.Module, is_first: bool
-) -> None:
+def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_why(unet, is_first: bool) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     expected = run(unet)
     patch = patch_linear_int8(unet) if is_first else None

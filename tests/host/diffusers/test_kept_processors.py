@@ -74,8 +74,7 @@ def test_an_ip_adapter_keeps_its_weights_and_ours(family, ours_first, put_on, ro
 
 
 @pytest.mark.parametrize(
-    ("family", "fused_first"),
-    [("sd15", True), ("sd3", False), ("flux", True), ("wan", False), ("cogvideox", True)],
+    ("family", "fused_first"), [("sd15", True), ("sd3", False), ("flux", True), ("wan", False), ("cogvideox", True)]
 )
 def test_fusing_and_unfusing_projections_keeps_ours(family, fused_first, put_on, routed):
     case = tiny.BUILD[family]()

@@ -67,10 +67,7 @@ def execute(code: str, page: Path, names: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_python_block_of_a_page_runs(
-    page: Path, prepared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], tiny: Any,
-) -> None:  # fmt: skip
+def test_every_python_block_of_a_page_runs(page: Path, prepared, tmp_path, monkeypatch, capsys, tiny) -> None:
     monkeypatch.chdir(tmp_path)
     stock = torch.nn.functional.scaled_dot_product_attention
     names = _names(_with_gguf_layers(tiny.BUILD["sd15"]())) if page.name == "gguf.md" else dict(prepared)
@@ -102,9 +99,7 @@ def names() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_a_reader_of_another_project_looks_for_runs(
-    row: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_reader_of_another_project_looks_for_runs(row: str, names, monkeypatch, tmp_path, capsys) -> None:
     code = row.strip("`")
     monkeypatch.chdir(tmp_path)
     if any(code.startswith(command) for command in ELSEWHERE):

@@ -181,10 +181,7 @@ def passing_time(attempts: list[Callable[[], Any]], device: torch.device) -> lis
 
 @contextmanager
 def _card(
-    driver: AnyStandIn,
-    kind: type[CardKernels],
-    timings: Mapping[type, Callable[[Runtime], Any]],
-    **options: Any,
+    driver: AnyStandIn, kind: type[CardKernels], timings: Mapping[type, Callable[[Runtime], Any]], **options: Any
 ) -> Iterator[CardKernels]:
     parts = {
         Kernels: lambda runtime: kind(runtime, driver, **options),

@@ -5,20 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import operations
 from .code import Instruction
-from .operations import (
-    COMPARISONS,
-    JOINS,
-    compared,
-    define,
-    everywhere,
-    flushed,
-    joined,
-    operation,
-    put,
-    put_truths,
-    single,
-)
+from .operations import COMPARISONS, JOINS, compared, define, flushed, joined, operation, put, put_truths, single
 from .warps import F16, F32, F64, I8, I32, I64, U8, U16, U32, U64, Array, Warps
 
 _UNORDERED = " ".join(f"{how}U" for how in COMPARISONS.split()) + " NAN NUM"
@@ -70,7 +59,7 @@ def _fsetp(m: Warps, i: Instruction) -> None:
 def _fset(m: Warps, i: Instruction) -> None:
     d, a, b, given = i.operands
     how = next(option for option in i.options if option in JOINS.split())
-    m.put(d, everywhere(joined(how, compared(i, single(m, i, a), single(m, i, b)), m.truth(given))))
+    m.put(d, operations.everywhere(joined(how, compared(i, single(m, i, a), single(m, i, b)), m.truth(given))))
 
 
 @operation("FCMP", options=_OF_FLOATS)

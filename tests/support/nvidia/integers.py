@@ -7,16 +7,7 @@ import itertools
 import numpy as np
 
 from .code import Instruction, Operand
-from .operations import (
-    COMPARISONS,
-    JOINS,
-    compared,
-    define,
-    everywhere,
-    joined,
-    operation,
-    put_truths,
-)
+from .operations import COMPARISONS, JOINS, compared, define, everywhere, joined, operation, put_truths
 from .warps import BITS, F64, I8, I32, I64, LOW, U8, U32, U64, Array, Warps, lanes_of
 
 define("MOV MOV32I RRO", "u", lambda x: x, "SINCOS EX2")  # RRO prepares a number for MUFU, as only MUFU reads it

@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pascal_attn_core import (
-    AttentionConfig,
-    UnsupportedAttention,
-    explain,
-    flex_attention,
-    patch_flex_attention,
-    patch_transformers,
-    record,
-    routes,
-)
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_transformers, record, routes
 from pascal_attn_core.attention import sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, Gradients, Results, Wanted, check_call
 from pascal_attn_core.config import RouteUnavailable, known_routes
 from pascal_attn_core.diffusers import PascalAttnProcessor
+from pascal_attn_core.flex import flex_attention, patch_flex_attention
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, route_names, run, why_not
 from pascal_attn_core.routes.short import ShortCalls

@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attn_support.flash_attn import oracle
-from attn_support.flash_attn.oracle import (
-    F64,
-    FLAGS,
-    assert_same,
-    assert_same_gradients,
-    inputs,
-    leaves_of,
-    plain,
-    rand,
-)
+from attn_support.flash_attn.oracle import F64, FLAGS, assert_same, assert_same_gradients, inputs, plain, rand
 from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
@@ -33,7 +24,7 @@ def test_every_flag_means_what_it_means_there_forward_and_backward(flags, sizes:
     flags = oracle.with_slopes(flags, sizes[0], sizes[3])
     tensors = inputs(*sizes)
     out, lse, probs = fa.flash_attn_func(*tensors, **flags, return_attn_probs=True)
-    expected, expected_lse = plain(*(same := leaves_of(tensors)), **flags)
+    expected, expected_lse = plain(*(same := oracle.leaves_of(tensors)), **flags)
     assert probs is None
     assert out.is_contiguous()
     assert_same(out, expected, F64)
@@ -75,7 +66,7 @@ def test_every_layout_with_its_arguments_by_position_in_the_order_they_have_ther
     tensors, slopes = inputs(2, 6, 6, 2, 2, 4), torch.tensor([0.1, 0.2])
     out = getattr(fa, name)(*LAYOUTS[name](*tensors), 0.0, 0.5, True, (3, 0), 2.0, slopes, True, True)[0]
     rule = {"softmax_scale": 0.5, "causal": True, "window_size": (3, 0), "softcap": 2.0, "alibi_slopes": slopes}
-    expected, _ = plain(*(same := leaves_of(tensors)), **rule)
+    expected, _ = plain(*(same := oracle.leaves_of(tensors)), **rule)
     assert_same(out.view_as(expected), expected, F64)
     assert_same_gradients(out.view_as(expected), tensors, expected, same)
 

@@ -11,17 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from attn_support.fused import hip as amd
 from attn_support.fused.code_objects import code_object
 from attn_support.fused.device import UncheckedKernels, always_faster, fresh_card, hip_card, route_of
-from attn_support.fused.hip import (
-    OVERRIDDEN,
-    RADEON_VII,
-    RX_5700,
-    RX_6800,
-    RX_7600,
-    HipStandIn,
-    plain_launch,
-)
 from attn_support.randomness import some
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
@@ -44,15 +36,15 @@ def _inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 def test_matrix_units_are_for_16_bits_from_gfx11_on_and_8_bit_attention_needs_dot_products() -> None:
     half, int8 = _inputs(torch.float16), AttentionConfig(route="fused-int8")
-    with hip_card(RX_5700):
+    with hip_card(amd.RX_5700):
         with pytest.raises(UnsupportedAttention, match="needs dot products of 8-bit integers, which gfx1010 has not"):
             sdpa(*half, config=int8)
         assert route_of(*half, **WINDOW) == "fused"
-    with hip_card(RX_7600):
+    with hip_card(amd.RX_7600):
         assert [route_of(*_inputs(dtype), **WINDOW) for dtype in (torch.float16, torch.bfloat16, torch.float32)] == [
             "fused-tensor", "fused-tensor", "fused"
         ]  # fmt: skip
-    for info in (RADEON_VII, RX_6800):
+    for info in (amd.RADEON_VII, amd.RX_6800):
         with hip_card(info) as kernels:
             assert explain(*half, config=int8).startswith("route fused-int8")
             sdpa(*half, config=int8)
@@ -61,13 +53,13 @@ def test_matrix_units_are_for_16_bits_from_gfx11_on_and_8_bit_attention_needs_do
 
 # A card, and the architecture whose code it runs.
 CARDS = [
-    (RX_5700, "gfx1010"),
-    (RX_6800, "gfx1030"),
-    (replace(RX_6800, arch="gfx1031"), "gfx1030"),
-    (replace(RX_6800, true_arch="gfx1034"), "gfx1030"),  # an RX 6400 with the override
-    (replace(RX_6800, arch="gfx1151"), "gfx1102"),
-    (OVERRIDDEN, "gfx1010"),  # an RX 5700 with the override
-    (replace(OVERRIDDEN, true_arch="unknown"), "gfx1010"),  # and a system that does not say what it is
+    (amd.RX_5700, "gfx1010"),
+    (amd.RX_6800, "gfx1030"),
+    (replace(amd.RX_6800, arch="gfx1031"), "gfx1030"),
+    (replace(amd.RX_6800, true_arch="gfx1034"), "gfx1030"),  # an RX 6400 with the override
+    (replace(amd.RX_6800, arch="gfx1151"), "gfx1102"),
+    (amd.OVERRIDDEN, "gfx1010"),  # an RX 5700 with the override
+    (replace(amd.OVERRIDDEN, true_arch="unknown"), "gfx1010"),  # and a system that does not say what it is
 ]
 
 
@@ -77,7 +69,7 @@ def _name(value: object) -> str | None:
 
 @pytest.mark.parametrize(
     ("info", "made_for"),
-    [(RADEON_VII, "gfx906"), *CARDS, *((replace(RX_5700, arch=arch), arch) for arch in ("gfx1013", "gfx1201"))],
+    [(amd.RADEON_VII, "gfx906"), *CARDS, *((replace(amd.RX_5700, arch=arch), arch) for arch in ("gfx1013", "gfx1201"))],
     ids=_name,
 )
 def test_the_code_is_for_what_the_card_is_and_named_as_it_is_taken_for(info: DeviceInfo, made_for: str) -> None:
@@ -104,7 +96,7 @@ def test_the_code_is_for_what_the_card_is_and_named_as_it_is_taken_for(info: Dev
 )
 def test_without_a_compiler_of_code_objects_there_is_a_reason(find_compiler: Any, reason: str) -> None:
     gpu = HipRuntime(object, find_compiler)
-    kernels = Kernels(Runtime("cuda:0", RADEON_VII), gpu=gpu, shipped=lambda *_: None, folder=lambda: None)
+    kernels = Kernels(Runtime("cuda:0", amd.RADEON_VII), gpu=gpu, shipped=lambda *_: None, folder=lambda: None)
     with pytest.raises(KernelUnavailable, match=reason):
         kernels.machine_code(Variant("forward", 64, "float32", arch="gfx906"))
 
@@ -133,7 +125,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("info", "made_for"), CARDS, ids=_name)
 def test_which_shipped_code_a_card_takes(shipped: None, info: DeviceInfo, made_for: str) -> None:
-    with fresh_card(HipStandIn(info), always_faster, kind=UncheckedKernels) as kernels:
+    with fresh_card(amd.HipStandIn(info), always_faster, kind=UncheckedKernels) as kernels:
         assert route_of(*[torch.randn(1, 1, 60, 16).half()] * 3, window=(9, 0), config=FUSED) == "fused"
         compiler = kernels.gpu.find_compiler()
         (code,) = kernels.driver.variants
@@ -148,12 +140,12 @@ needs_hiprtc = pytest.mark.skipif(LIBRARY is None, reason="needs HIPRTC (Debian:
 
 
 @needs_hiprtc
-@pytest.mark.parametrize("info", some([OVERRIDDEN, RADEON_VII], 2), ids=_name)
+@pytest.mark.parametrize("info", some([amd.OVERRIDDEN, amd.RADEON_VII], 2), ids=_name)
 def test_what_the_real_compiler_makes_of_a_kernel_is_loaded_and_takes_our_arguments(info: DeviceInfo) -> None:
-    driver = HipStandIn(info)
+    driver = amd.HipStandIn(info)
     gpu = HipRuntime(lambda: driver)
     arch = gpu.arch(info)
-    launch = plain_launch(arch, torch.float16)
+    launch = amd.plain_launch(arch, torch.float16)
     code = gpu.compile(launch.variant, arch)
     assert arch_of(code) == info.arch
     driver.variants[code] = launch.variant
@@ -167,5 +159,5 @@ def test_what_the_real_compiler_makes_of_a_kernel_is_loaded_and_takes_our_argume
 def test_the_real_runtime_has_every_function_that_is_called() -> None:
     """The runtime goes no further than hipInit without a card."""
     runtime = ctypes.CDLL(hip_libraries.runtime_candidates()[0])
-    for function in HipStandIn.arguments:
+    for function in amd.HipStandIn.arguments:
         assert getattr(runtime, function)

@@ -141,9 +141,7 @@ def test_a_failure_warns_once_and_is_remembered(machine: Machine, compiler: Comp
     assert "NVRTC_ERROR_COMPILATION" in kernels.reasons([VARIANT])[0]
 
 
-def test_code_that_the_driver_refuses_is_compiled_again(
-    machine: Machine, compiler: Compiler, driver: StandIn, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_code_that_the_driver_refuses_is_compiled_again(machine, compiler, driver, caplog) -> None:
     """A refusal is a reason where there is no compiler."""
     given = {"open_driver": lambda: driver, "shipped": lambda *_: b"for another driver"}
     kernels = machine(**given)

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -382,12 +383,8 @@ def test_the_report_follows_a_module_that_an_adapter_wraps() -> None:
 def test_a_run_of_a_pipeline_begins_at_set_timesteps() -> None:
     from diffusers import DDIMScheduler
 
-    class Pipeline:
-        def __init__(self) -> None:
-            self.components = {"unet": model_of("int8", 64), "scheduler": DDIMScheduler()}
-
-    pipe, x = Pipeline(), torch.randn(9, 64)
-    scheduler = pipe.components["scheduler"]
+    scheduler, x = DDIMScheduler(), torch.randn(9, 64)
+    pipe = SimpleNamespace(components={"unet": model_of("int8", 64), "scheduler": scheduler})
     linear, half = (put_in(pipe, include="*") for put_in in (patch_linear_int8, patch_linear_float16))
     with torch.no_grad():
         used(pipe.components["unet"], x)

@@ -143,7 +143,11 @@ def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_counts_sums_and_says_its_line() -> None:
-    run = one_run(make_engine(min_keys=32, route="tiled"), 64, 64, 16)
+    engine = make_engine(min_keys=32, route="tiled")
+    engine.begin()
+    for tokens in (64, 64, 16):
+        attend(engine, tokens)
+    run = engine.end()
     assert run.line() == "Model: 3 calls, 2 taken (tiled 2), 1 passed to ComfyUI"
     assert run.math_bytes == 2 * 64 * 64 * 4
     assert run.extra_bytes is not None
@@ -177,14 +181,6 @@ def test_threads_share_an_engine_without_losing_a_call() -> None:
 
 def attend(engine: Any, tokens: int = 64, **options: Any) -> None:
     engine.attend(Arguments(*qkv(tokens), **options), place=runs.Place("double 0"))
-
-
-def one_run(engine: Any, *lengths: int) -> Any:
-    """A run of calls of these lengths."""
-    engine.begin()
-    for tokens in lengths or (64,):
-        attend(engine, tokens)
-    return engine.end()
 
 
 def test_a_run_is_over_when_its_outermost_sampling_is() -> None:

@@ -29,11 +29,6 @@ class Held(nn.Module):
         return self.optimized_attention(x, x * 2, x + 1)
 
 
-class Plain(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x)
-
-
 @pytest.mark.parametrize("positions", [(9,), (3, 4), (2, 3, 4)], ids=["sound", "picture", "video"])
 def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None:
     engine = make_engine(route="tiled")
@@ -64,9 +59,7 @@ def host_functions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     return wrapped
 
 
-def test_calls_of_the_hosts_function_are_caught_within_a_whole_call_alone(
-    host_functions: Callable[..., Tensor],
-) -> None:
+def test_calls_of_the_hosts_function_are_caught_within_a_whole_call_alone(host_functions) -> None:
     engine, x = make_engine(), torch.randn(1, 6, 8)
     variable = host_functions.__closure__[0]  # type: ignore[index]
     assert variable.cell_contents is host_attention
@@ -116,7 +109,7 @@ class T5LayerSelfAttention(nn.Module):
 
 def test_the_modules_that_compute_attention_are_found() -> None:
     projections = nn.ModuleDict({"to_q": nn.Linear(8, 8), "to_k": nn.Linear(8, 8)})
-    model = nn.ModuleDict({"held": Held(), "layer": T5LayerSelfAttention(), "named": projections, "plain": Plain()})
+    model = nn.ModuleDict({"held": Held(), "layer": T5LayerSelfAttention(), "named": projections, "plain": nn.ReLU()})
     assert [name for name, module in model.named_modules() if sites.attributes(module)] == ["held"]
     assert [name for name, module in model.named_modules() if sites.is_innermost(module)] == ["layer.inner", "named"]
 
@@ -138,7 +131,7 @@ NAME = "forward"
 
 @pytest.mark.usefixtures("_patcher_extension")
 def test_replaced_twice_it_does_not_stack_and_keeps_what_was_below() -> None:
-    patcher = Patcher(Plain(), {NAME: lambda x: x + 1})
+    patcher = Patcher(nn.ReLU(), {NAME: lambda x: x + 1})
     for _ in range(3):
         objects.replace_functions(patcher, lambda model: {NAME: doubled})
     assert patcher.object_patches[NAME](3) == 8

@@ -13,12 +13,7 @@ from torch import nn
 from pascal_attn_core.flash_attn.modules.rotary import rotary_emb
 from pascal_attn_core.stand_ins import attn_bias as masks
 from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
-from pascal_attn_core.stand_ins.xformers import (
-    RMSNorm,
-    SwiGLU,
-    memory_efficient_attention,
-    swiglu,
-)
+from pascal_attn_core.stand_ins.xformers import RMSNorm, SwiGLU, memory_efficient_attention, swiglu
 
 X = torch.randn(2, 12, 3, 8)
 ENDS = torch.tensor([0, 5, 12])

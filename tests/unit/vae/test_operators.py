@@ -239,8 +239,7 @@ def test_writing_where_a_view_is_in_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "spread", "mean"),
-    [(torch.float32, 1e-2, 100), (torch.bfloat16, 3, 20), (torch.float16, 3, 20)],
+    ("dtype", "spread", "mean"), [(torch.float32, 1e-2, 100), (torch.bfloat16, 3, 20), (torch.float16, 3, 20)]
 )
 def test_sums_of_a_group_norm_are_as_near_to_float64_as_torchs_own(
     dtype: torch.dtype, spread: float, mean: int
