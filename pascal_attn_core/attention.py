@@ -214,8 +214,8 @@ def _attend(
 ) -> Any:
     """Compute a call of ``function``; its choice is kept for ``kind``. Compiled, traced, fake and meta calls, and those
     of tensor classes with a dispatch of their own, become one operator."""
-    if not (config is None or isinstance(config, AttentionConfig)):
-        config_of(config)  # raises
+    if config is not None:
+        config_of(config)  # raises what is wrong with it
     is_compiling = torch.compiler.is_compiling()
     is_plain = type(given.query) in PLAIN and type(given.key) in PLAIN and type(given.value) in PLAIN
     if not is_plain and not is_compiling:
@@ -224,10 +224,7 @@ def _attend(
             by_name = {**dict(zip(Arguments._fields[8:], given[8:])), "config": config}
             return handle_torch_function(function, overriding, *given[:8], **by_name)
     as_given, given = given, prepared(given)
-    if is_plain and (given.attn_mask is None or type(given.attn_mask) in PLAIN):
-        has_dispatch = given.query.is_meta
-    else:
-        has_dispatch = any(isinstance(t, Tensor) and (t.is_meta or type(t) not in PLAIN) for t in given[:4])
+    has_dispatch = any(isinstance(t, Tensor) and (t.is_meta or type(t) not in PLAIN) for t in given[:4])
     # While torch.jit.trace records, sizes are tensors, with which no route can work.
     if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None or _may_be_recorded():
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it

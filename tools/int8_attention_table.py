@@ -102,8 +102,8 @@ def long_sink(dim: int) -> Inputs:
 
 
 def weighed_sink(dim: int, weight: float, keys: int = 2048, common: bool = True, sinks: int = 1) -> Inputs:
-    """One key, or several, have ``weight`` of the mean row, and small values; the others have a ``common`` part or
-    none."""
+    """One key, or several together, have ``weight`` of the mean row, and small values; the others have a ``common``
+    part or none."""
     query, key, value, _ = normal(dim, keys, 1, 64)
     direction = F.normalize(torch.randn(dim), dim=0)
     query += (4 - query @ direction)[..., None] * direction
@@ -135,6 +135,9 @@ INPUTS: dict[str, Callable[[int], Inputs]] = {
     "sink of 50 %": lambda dim: weighed_sink(dim, 0.5),
     "sink of 90 %": lambda dim: weighed_sink(dim, 0.9),
     "sink of 99 %": lambda dim: weighed_sink(dim, 0.99),
+    "two sinks of 90 %": lambda dim: weighed_sink(dim, 0.9, sinks=2),
+    "two sinks of 99 %": lambda dim: weighed_sink(dim, 0.99, sinks=2),
+    "two sinks of 99 %, nothing in common": lambda dim: weighed_sink(dim, 0.99, common=False, sinks=2),
     "sink of 90 %, 70,000 keys": lambda dim: weighed_sink(dim, 0.9, 70_000),
     "sink of 99 %, 70,000 keys": lambda dim: weighed_sink(dim, 0.99, 70_000),
 }

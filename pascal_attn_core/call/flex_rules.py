@@ -355,34 +355,45 @@ class BlockRule(LazyMask):
         return int(seen[0]) * self.block[1], min((int(seen[-1]) + 1) * self.block[1], self.shape[3])
 
     def part(self, queries: Range, keys: Range, together: int) -> Tensor:
-        """These rows and keys of the mask, bool ``[B or 1, Hq or 1, queries, keys]``. ``together``: elements of partial
-        blocks for which ``mask_mod`` is asked at once."""
-        batches, heads = range(self.shape[0] if self.by_batch else 1), range(self.shape[1] if self.by_head else 1)
-        shape = (len(batches), len(heads), queries[1] - queries[0], keys[1] - keys[0])
-        keep = torch.empty(shape, dtype=torch.bool, device=self.device)
-        for batch in batches:
-            for head in heads:
-                self._fill(keep[batch, head], (batch, head), queries, keys, together)
+        """These rows and keys of the mask, bool ``[B or 1, Hq or 1, queries, keys]``, from the first element of a block
+        on. ``together``: elements of partial blocks for which ``mask_mod`` is asked at once."""
+        lead = self.shape[0] if self.by_batch else 1, self.shape[1] if self.by_head else 1
+        sizes = *lead, queries[1] - queries[0], keys[1] - keys[0]
+        keep = torch.empty(sizes, dtype=torch.bool, device=self.device)
+        for batch, own in enumerate(keep):
+            self._fill(own, batch, 0, queries, keys, together)
         return keep
 
-    def _fill(self, keep: Tensor, place: tuple[int, int], queries: Range, keys: Range, together: int) -> None:
-        """One head's part of the mask ``[queries, keys]``, from the first element of a block on."""
-        (batch, head), (height, width), device = place, self.block, self.device
-        states, (top, left) = self.blocks(batch, (head, head + 1), queries, keys)[0], (queries[0], keys[0])
-        rows, columns = (torch.arange(n, device=device) // size for n, size in zip(keep.shape, self.block))
-        torch.index_select((states == FULL).to(device)[rows], 1, columns, out=keep)
-        partial = (states == PARTIAL).nonzero()
-        if height * width > together:
-            for i, j in partial.tolist():
-                own = [(n * size, min((n + 1) * size, end)) for n, size, end in zip((i, j), self.block, keep.shape)]
-                asked = ((first + start, first + end) for first, (start, end) in zip((top, left), own))
-                keep[slice(*own[0]), slice(*own[1])] = self._evaluate(batch, head, *asked)
-            return
-        for places in partial.to(device).split(together // (height * width)):
-            # Beyond the end the last one is asked for again.
-            i = (places[:, :1] * height + torch.arange(height, device=device)).clamp_max(keep.shape[0] - 1)
-            j = (places[:, 1:] * width + torch.arange(width, device=device)).clamp_max(keep.shape[1] - 1)
-            keep[i[:, :, None], j[:, None, :]] = self.asked(batch, head, i + top, j + left)
+    def tile(self, batch: int, heads: Range, queries: Range, keys: Range) -> Tensor:
+        sizes = heads[1] - heads[0], queries[1] - queries[0], keys[1] - keys[0]
+        keep = torch.empty(sizes if self.by_head else (1, *sizes[1:]), dtype=torch.bool, device=self.device)
+        self._fill(keep, batch, heads[0], queries, keys)
+        return keep.expand(sizes)
+
+    def _fill(self, keep: Tensor, batch: int, first: int, queries: Range, keys: Range, together: int = 0) -> None:
+        """The mask ``[heads, queries, keys]`` of heads from ``first`` on; blocks of more elements than ``together`` are
+        asked for one by one."""
+        (height, width), (top, left), device = self.block, (queries[0], keys[0]), self.device
+        for head, own in enumerate(keep, first):
+            states = self.blocks(batch, (head, head + 1), queries, keys)[0]
+            if height * width > together:
+                for i, of_row in enumerate(states.tolist(), top // height):
+                    rows = max(top, i * height), min(queries[1], (i + 1) * height)
+                    for j, state in enumerate(of_row, left // width):
+                        columns = max(left, j * width), min(keys[1], (j + 1) * width)
+                        part = own[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
+                        if state == PARTIAL:
+                            part.copy_(self._ask(batch, head, rows, columns))
+                        else:
+                            part.fill_(state == FULL)
+                continue
+            places = (torch.arange(n, device=device) // size for n, size in zip(own.shape, self.block))
+            torch.index_select((states == FULL).to(device)[next(places)], 1, next(places), out=own)
+            for partial in (states == PARTIAL).nonzero().to(device).split(together // (height * width)):
+                # Beyond the end the last one is asked for again.
+                i = (partial[:, :1] * height + torch.arange(height, device=device)).clamp_max(own.shape[0] - 1)
+                j = (partial[:, 1:] * width + torch.arange(width, device=device)).clamp_max(own.shape[1] - 1)
+                own[i[:, :, None], j[:, None, :]] = self.asked(batch, head, i + top, j + left)
 
     def columns(self, batch: int, heads: Range, queries: Range, keys: Range) -> bytes:
         """The state of each column of blocks that a tile touches: PARTIAL where it is not the same for all of these
@@ -403,29 +414,6 @@ class BlockRule(LazyMask):
             if is_wanted:
                 found.append((max(first * width, keys[0]), min(end * width, keys[1])))
         return found
-
-    def tile(self, batch: int, heads: Range, queries: Range, keys: Range) -> Tensor:
-        own = range(*heads) if self.by_head else range(heads[0], heads[0] + 1)
-        parts = [self._of_head(batch, head, queries, keys) for head in own]
-        return (torch.stack(parts) if len(parts) > 1 else parts[0][None]).expand(heads[1] - heads[0], -1, -1)
-
-    def _of_head(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
-        """One head's part of a tile, ``[queries, keys]``."""
-        (rows, columns), (q0, q1), (j0, j1) = self.block, queries, keys
-        if q1 <= (q0 // rows + 1) * rows and self.columns(batch, (head, head + 1), queries, keys) == bytes([PARTIAL]):
-            return self._ask(batch, head, queries, keys)
-        states = self.blocks(batch, (head, head + 1), queries, keys)[0].tolist()
-        keep = torch.empty(q1 - q0, j1 - j0, dtype=torch.bool, device=self.device)
-        for i, of_row in enumerate(states, q0 // rows):
-            top, bottom = max(q0, i * rows), min(q1, (i + 1) * rows)
-            for j, state in enumerate(of_row, j0 // columns):
-                left, right = max(j0, j * columns), min(j1, (j + 1) * columns)
-                part = keep[top - q0 : bottom - q0, left - j0 : right - j0]
-                if state == PARTIAL:
-                    part.copy_(self._ask(batch, head, (top, bottom), (left, right)))
-                else:
-                    part.fill_(state == FULL)
-        return keep
 
     def _ask(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
         """The values of ``mask_mod`` for queries and keys of one block, bool ``[queries, keys]``."""

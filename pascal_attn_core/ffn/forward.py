@@ -16,7 +16,7 @@ from ..machine.own_thread import made_up_inputs
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
 from .graph import Graph, StandIn, place_of
-from .known import is_known, is_seen, same, state_of
+from .known import is_known, is_seen, state_of
 from .layers import brought_layers, noted, waiting_layer
 from .plan import FfnSite, Proven, Slicing, as_whole, decide, kind_of_call, run_slices
 from .rules import Along, NotTokenwise
@@ -66,7 +66,7 @@ class SlicedForward(ReplacedForward):
     def _as_proven(self, site: FfnSite, key: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The result of a module of known code, called for each slice; None = the call is to be noted."""
         proven = site.proven.get(key)
-        if proven is None or is_seen() or not same(proven.state, state_of(self.module)):
+        if proven is None or is_seen() or proven.state != state_of(self.module):
             return None
         plan = decide(site.settings, [x], proven.peak, proven.of_output, wants_grad=False)
         if not plan.sizes:
@@ -74,7 +74,13 @@ class SlicedForward(ReplacedForward):
         site.used[key] = plan
         whole = self.whole if not kwargs else lambda part: self.whole(**dict.fromkeys(kwargs, part))
         try:
-            return run_slices(lambda _, part: whole(as_whole(part)), [x], plan.sizes, recompute=False)
+            if not x.is_contiguous():
+                return run_slices(lambda _, part: whole(as_whole(part)), [x], plan.sizes, recompute=False)
+            rows = x.flatten(0, -2)  # slices of them need no copy, and each lies as a whole tensor
+            times = len(rows) // x.shape[-2]
+            sizes = [size * times for size in plan.sizes]
+            out = run_slices(lambda _, part: whole(part), [rows], sizes, recompute=False)
+            return out.view(x.shape[:-1] + out.shape[-1:])
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

@@ -37,18 +37,15 @@ def state_of(module: nn.Module) -> list[Any]:
     found, state = [module], [nn.Module.__call__, torch.sigmoid, *_functions(vars(F))]
     for each in found:
         kind, own = type(each), each.__dict__
-        state += kind, kind.forward, getattr(kind, "gelu", None), *own
+        state += kind, kind.forward, kind.__dict__.get("gelu"), *own
         state += [
-            value if (of := type(value)) in _CONSTANTS else len(value) if of in _BOXES else of for value in own.values()
+            len(value) if (of := type(value)) in _BOXES else value if of in _CONSTANTS else of for value in own.values()
         ]
-        for parameter in each._parameters.values():
+        for parameter in own["_parameters"].values():
             state += type(parameter), parameter is not None and parameter.requires_grad
-        found += [child for child in each._modules.values() if child is not None]
+        if children := own["_modules"]:
+            found += [child for child in children.values() if child is not None]
     return state
-
-
-def same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def is_seen() -> bool:

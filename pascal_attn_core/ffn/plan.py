@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -77,7 +78,7 @@ class FfnSite:
 
 def kind_of_call(module: nn.Module, x: Tensor, arguments: int) -> tuple:
     """Return the kind of call for which a plan holds. This is cheap, since every call computes it."""
-    casts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    casts = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
     return x.shape, x.dtype, x.device, casts, arguments, module.training, torch.is_grad_enabled(), x.requires_grad
 
 
@@ -97,8 +98,12 @@ def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_out
             peak += sum(tensor.nbytes for tensor in tensors)
         count = math.ceil(tokens / max(least, int((budget / 2 if wants_grad else budget) * tokens / peak)))
     count = min(count, tokens // _LEAST_TOKENS)
-    if count < 2:
-        return Slicing((), "one slice is enough")
+    return _even(tokens, count, extra) if count > 1 else Slicing((), "one slice is enough")
+
+
+@functools.lru_cache(maxsize=256)
+def _even(tokens: int, count: int, extra: float) -> Slicing:
+    """So many slices whose lengths differ by one at most; ``extra``: bytes of the whole call."""
     short, longer = divmod(tokens, count)
     sizes = (short + 1,) * longer + (short,) * (count - longer)
     return Slicing(sizes, f"{count} slices of {sizes[0]} tokens ({extra / MIB:.1f} MiB whole)")

@@ -177,14 +177,14 @@ class RouteFunction(_Derivable):
 
     @_also_of_many
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
-        kept, given, wants = ctx.saved_tensors, ctx.given, ctx.needs_input_grad[3:5]
+        kept, given = ctx.saved_tensors, ctx.given
         grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
         is_first = not (torch.is_grad_enabled() or order_of_transforms())
         found = given.route.again(given.plan, (*kept[:4], *kept[5:8], grad_out, grad_lse)) if is_first else None
         if found:
             return *found, None, None, None
         function = GradientFunction.compute if is_first else GradientFunction.apply
-        grads = function(*kept[:9], grad_out, grad_lse, given, wants, *kept[9:])
+        grads = function(*kept[:9], grad_out, grad_lse, given, ctx.needs_input_grad[3:5], *kept[9:])
         return _needed(ctx, (*grads[:5], None, *grads[5:]))
 
     @staticmethod

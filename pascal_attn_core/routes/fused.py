@@ -171,8 +171,7 @@ class FusedRoute(Route):
         grad_out: Any = tensors[7]
         if grad_out.is_neg() or grad_out.data_ptr() % 16:
             return None
-        grads = plan.repeats.again(Repeats.strides(tensors), tensors)
-        return grads and _summed(grads, tensors)
+        return plan.repeats.again(Repeats.strides(tensors), tensors)
 
     def _forward_in_bands(self, call: AttentionCall, config: AttentionConfig, plan: Plan, *, with_lse: bool) -> Results:
         """A band whose kernel cannot run is computed in tiles."""

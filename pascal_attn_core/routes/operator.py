@@ -56,7 +56,7 @@ _AUTOGRAD_KEYS = (_KEY.AutogradFunctionality, _KEY.AutogradOther, _KEY.AutogradN
 
 
 def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) -> AttentionOutput:
-    """The call as one node of a graph, for torch.compile, torch.jit.trace and fake tensors; lse is empty unless asked
+    """The call as one node of a graph, for torch.compile, torch.jit.trace and fake tensors; lse is nothing unless asked
     for. A mask that is a rule stays one: it goes in by its name, with the tensors that it reads."""
     query, key, value, attn_mask, _, _, scale, *_ = given
     is_rule = isinstance(attn_mask, LazyMask) or is_block_mask(attn_mask)
@@ -70,8 +70,7 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
     if order_of_transforms() and (is_compiling or not (is_traced or query.is_meta or isinstance(query, FakeTensor))):
-        out, lse = sdpa_between_graphs(given, config, with_lse)
-        return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
+        return sdpa_between_graphs(given, config, with_lse)
     if is_rule:
         is_never_asked = not is_compiling and (query.is_meta or isinstance(query, FakeTensor))  # there are no numbers
         if not (isinstance(attn_mask, LazyMask) and (isinstance(attn_mask.rule, MaskRule) or is_never_asked)):
@@ -79,8 +78,7 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
                 where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
                 where = "under make_fx" if is_recorded() else where
                 raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {attn_mask.rule!r}")
-            out, lse = sdpa_between_graphs(given, config, with_lse)
-            return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
+            return sdpa_between_graphs(given, config, with_lse)
         rule, attn_mask = _rule_arguments(attn_mask, is_traced), None
         given = given.changed(attn_mask=None)
     inputs = [t for t in (query, key, value, attn_mask, given.sinks) if t is not None]
@@ -95,13 +93,11 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
 
 
 @torch.compiler.disable
-def sdpa_between_graphs(
-    given: Arguments, config: AttentionConfig | None, with_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return (out, lse or None) of a call that torch.compile leaves between two graphs. A graph cannot hold a LazyMask
-    whose rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`. Nor does the operator have rules
-    for tangents and for the transforms of torch.func."""
-    return run(check_call(given), config_of(config), with_lse=with_lse)[:2]
+def sdpa_between_graphs(given: Arguments, config: AttentionConfig | None, with_lse: bool) -> AttentionOutput:
+    """Compute a call that torch.compile leaves between two graphs. A graph cannot hold a LazyMask whose rule is not
+    registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`. Nor does the operator have rules for tangents and
+    for the transforms of torch.func."""
+    return AttentionOutput(*run(check_call(given), config_of(config), with_lse=with_lse)[:2])  # type: ignore[arg-type]
 
 
 # ---- arguments as a schema can carry them ----------------------------------------------------------------------------

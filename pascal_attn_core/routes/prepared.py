@@ -11,6 +11,7 @@ Calls that only torch's function can take need no memory: torch itself is asked,
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from .derivatives import Given, RouteFunction, differentiable
 from .route import Choice
 from .short import MANY_KEYS
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, MOST_BLOCKS, TorchAlone, is_torchs_own, reads_values
-from .torch_kernel import TorchForm, is_made_numbers, sdp_choice
+from .torch_kernel import TorchForm, as_four_dimensions, as_numbers, is_made_numbers, sdp_choice
 
 Kind = tuple[Any, ...]
 BY_TORCH: Kind = ()  # the kind of the calls that torch's function takes as they came, whatever else there is
@@ -197,15 +198,9 @@ def keep(kind: Kind, call: Any, config: AttentionConfig, choice: Choice) -> None
 
 def _is_torchs_shape(call: AttentionCall) -> bool:
     """Whether torch's function takes the tensors of a call by the kernel that it has promised."""
-    heads, kv_heads = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads)
-    mask: Any = call.attn_mask
-    lead = heads, kv_heads, kv_heads
-    return (
-        (mask is None or (mask.dim() == 4 and not is_made_numbers(mask)))
-        and (call.groups == 1 or call.enable_gqa)
-        and call.batch_size <= MOST_BLOCKS
-        and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip((call.query, call.key, call.value), lead))
-    )
+    came = call.query, call.key, call.value, call.attn_mask
+    is_four = all(map(operator.is_, as_four_dimensions(call), came))
+    return is_four and (call.groups == 1 or call.enable_gqa) and call.batch_size <= MOST_BLOCKS
 
 
 def again(
@@ -237,6 +232,8 @@ def again(
     try:
         if ready is not None and ready.given is not None:
             return _as_before(ready.given, query, key, value, attn_mask), kind
+        if ready is not None and attn_mask is not None and is_made_numbers(attn_mask):
+            attn_mask = as_numbers(attn_mask, query.dtype)
         if enable_gqa and query.shape[1] > key.shape[1]:  # torch 2.4 does not know it
             out = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
         else:

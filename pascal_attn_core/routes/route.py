@@ -166,7 +166,8 @@ class Route:
     def again(self, plan: Any, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
         """Compute a call by the launches that the plan keeps from an earlier one of its kind; None = it keeps none for
         such tensors. From query, key, value and mask: what :meth:`forward` returns for gradients, without a seed. With
-        out, lse, log_sum, grad_out and grad_lse behind them: the gradients of the first three."""
+        out, lse, log_sum, grad_out and grad_lse behind them: the gradients of the first three, in full where these
+        broadcast, which autograd adds up."""
         return None
 
     def with_gradients(

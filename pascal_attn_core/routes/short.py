@@ -7,15 +7,14 @@ from typing import Any
 import torch
 
 from ..call import AttentionCall, Results
-from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
-from ..machine.device import LONGEST_SUM_ON_MPS, MIB
+from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from ..tiled.layout import rows_overlap, slides_by_one
 from .derivatives import differentiable
 from .route import Choice, Request, Route
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, broken_promise, fault_reasons
-from .torch_kernel import fused_takes, run_as_it_is
+from .torch_kernel import fused_takes, lacks, run_as_it_is
 
 # Numbers in the keys of grouped heads from which on a single query is no short call, however small its score matrix.
 MANY_KEYS = 1 << 21
@@ -55,34 +54,23 @@ class ShortCalls(Route):
 
 def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = False) -> bool:
     """A call whose score matrix is below the limit, and which torch's function takes as it is with our meaning: it may
-    do with it as it likes. Decided in a few comparisons, since such a call takes microseconds."""
+    do with it as it likes."""
     if call.num_scores * 4 > config.math_limit_mib * MIB or config.route != "auto" or call.query.dim() != 4:
         return False
-    if call.order > 1:
+    if lacks(call) or call.scale <= 0 or call.seq_len_kv > runtime_of(call.query.device).info.longest_sum:
         return False
-    if call.left is not None or (call.right is not None and not call.plain_causal) or call.scale <= 0:
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    if mask is not None and (mask.dim() < 2 or mask.dtype not in (torch.bool, query.dtype) or not EMPTY_ROWS_ARE_ZERO):
         return False
-    if call.seq_len_kv > LONGEST_SUM_ON_MPS and call.seq_len_kv > runtime_of(call.query.device).info.longest_sum:
-        return False
-    mask = call.attn_mask
-    if call.softcap is not None or call.sinks is not None or call.score_rule is not None or isinstance(mask, LazyMask):
-        return False
-    if mask is not None and (
-        call.is_causal or mask.dim() < 2 or mask.dtype not in (torch.bool, call.query.dtype) or not EMPTY_ROWS_ARE_ZERO
-    ):
-        return False
-    query, key, value = call.query, call.key, call.value
     if mask is not None and query.shape[:2] != (*call.batch, call.num_heads):
         return False  # torch's math adds it in place to scores that may lack the dimensions of value
-    if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()) and (
-        rows_overlap(query) or rows_overlap(key) or rows_overlap(value) or slides_by_one(query)
-    ):
+    if rows_overlap(query) or rows_overlap(key) or rows_overlap(value) or slides_by_one(query):
         return False
     if mask is not None and call.needs_grad and mask.dtype != torch.bool and fault_reasons(call, read=not in_graph):
         return False
     if call.groups > 1:
-        if not fused_takes(call, query, key, value, mask):
+        if not fused_takes(call, query, key, value, mask):  # type: ignore[arg-type]
             return False  # torch's math would expand K and V
         if call.seq_len_q == 1 and call.batch_size * call.num_kv_heads * call.seq_len_kv * call.head_dim >= MANY_KEYS:
             return False
-    return not call.is_empty and not broken_promise(call)
+    return not broken_promise(call)

@@ -151,13 +151,19 @@ def find_form(
     """How torch's fused attention can take the call, or the reasons why it cannot. ``copy_bytes``: memory for what is
     no larger than the inputs; None = the budget. ``named``: torch is asked for by name, so no package serves."""
     copy_bytes = budget_bytes if copy_bytes is None else copy_bytes
-    reasons = _refusals(call, with_lse)
-    if in_graph and call.dropout_p:
-        reasons.append("a compiled graph recomputes it for its gradients, with a different dropout mask")
+    checks = (
+        (with_lse, "torch's function does not return lse"),
+        (call.needs_mask_grad, "torch's fused kernels give no gradient of attn_mask"),
+        (
+            in_graph and call.dropout_p,
+            "a compiled graph recomputes it for its gradients, with a different dropout mask",
+        ),
+    )
+    reasons = [why for holds, why in checks if holds] + lacks(call)
     reasons = reasons or list(filter(None, [broken_promise(call)])) or fault_reasons(call, read=not in_graph)
     if reasons:
         return reasons
-    four = _as_four_dimensions(call)
+    four = as_four_dimensions(call)
     if isinstance(four, str):
         return [four]
     copied = _without_matrix_strides(four)
@@ -182,10 +188,9 @@ def find_form(
     return [f"torch has no fused kernel for {kind}this call on this device"]
 
 
-def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
+def lacks(call: AttentionCall) -> list[str]:
+    """What a call asks for that torch's function does not have, one sentence each."""
     reasons = []
-    if with_lse:
-        reasons.append("torch's function does not return lse")
     if call.left is not None or (call.right is not None and not call.is_causal):
         reasons.append("torch's function has no sliding window")
     elif call.is_causal and not call.plain_causal:
@@ -204,8 +209,6 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
     if mask is not None:
         if call.is_causal:
             reasons.append("torch takes attn_mask or is_causal, not both")
-        if call.needs_mask_grad:
-            reasons.append("torch's fused kernels give no gradient of attn_mask")
         if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
             reasons.append(f"torch's kernel takes no attn_mask of {mask.dtype} with a query of {call.query.dtype}")
     if call.is_empty:
@@ -213,19 +216,17 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
     return reasons
 
 
-def _as_four_dimensions(call: AttentionCall) -> Four | str:
+def as_four_dimensions(call: AttentionCall) -> Four | str:
     """``[B, H, L, D]`` views with broadcast leading dimensions expanded."""
     mask: Any = call.attn_mask
     query, key, value = call.query, call.key, call.value
-    lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
-    if (mask is None or mask.dim() == 4) and query.dim() == key.dim() == value.dim() == 4:
-        query, key, value = (
-            t if t.shape[:-2] == shape else t.expand(*shape, *t.shape[-2:])
-            for t, shape in zip((query, key, value), lead)
-        )
+    heads, kv_heads = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads)
+    is_four = query.dim() == 4 and (mask is None or mask.dim() == 4)
+    if is_four and query.shape[:-2] == heads and key.shape[:-2] == value.shape[:-2] == kv_heads:
         return Four(query, key, value, mask)
     try:
-        four = [_merge_batch(t.expand(*shape, *t.shape[-2:])) for t, shape in zip((query, key, value), lead)]
+        lead = zip((query, key, value), (heads, kv_heads, kv_heads))
+        four = [_merge_batch(t.expand(*shape, *t.shape[-2:])) for t, shape in lead]
         if mask is not None:
             mask = mask[(None,) * (len(call.batch) + 3 - mask.dim())]
             batch = mask.shape[:1] if len(call.batch) == 1 else call.batch
@@ -255,7 +256,7 @@ def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> 
     if not is_bool and not (mask.stride(-1) > 1 or (on_cuda and (call.seq_len_kv % 8 or mask.stride(-1) != 1))):
         return 0
     if is_bool and mask.device.type in CPU_LIKE:
-        mask = distinct(mask)  # see _as_numbers
+        mask = distinct(mask)  # see as_numbers
     element_size, tokens = call.query.element_size() if is_bool else mask.element_size(), call.seq_len_q
     lse_bytes = call.num_heads * 4  # of one query: the kernels return one whether it is wanted or not
     row_bytes = mask.numel() // mask.shape[-2] * element_size
@@ -297,7 +298,7 @@ def is_torchs_alone(call: AttentionCall) -> bool:
     alone = runtime_of(call.query.device).part(TorchAlone)
     if not alone.answers or (call.query.dtype, call.head_dim) in alone.refused or isinstance(call.attn_mask, LazyMask):
         return False
-    four = _as_four_dimensions(call)
+    four = as_four_dimensions(call)
     return isinstance(four, Four) and sdp_choice(*four, call.dropout_p, call.is_causal, call.scale) in alone.answers
 
 
@@ -369,7 +370,7 @@ def run_as_it_is(call: AttentionCall) -> Tensor:
 
 def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
     """The call by torch's fused kernel. Shapes and dtypes as in :func:`pascal_attn_core.sdpa`."""
-    four = _as_four_dimensions(call)
+    four = as_four_dimensions(call)
     assert isinstance(four, Four)
     if form.copied:
         four = four._replace(**{name: getattr(four, name).contiguous() for name in form.copied})
@@ -421,7 +422,7 @@ def is_made_numbers(mask: Tensor) -> bool:
     return mask.dtype == torch.bool and mask.device.type in CPU_LIKE
 
 
-def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as torch's functions add it: 0 where it is true, else -inf, in memory for what it does not repeat.
     By arithmetic, 1 - 1/1 and 1 - 1/0: on a CPU torch selects element by element, which takes several times as long."""
     held = distinct(mask).to(dtype, memory_format=torch.contiguous_format)  # else torch copies it once more
@@ -430,7 +431,7 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and is_made_numbers(mask):
-        mask = _as_numbers(mask, query.dtype)
+        mask = as_numbers(mask, query.dtype)
     if len(query) > MOST_BLOCKS and query.device.type not in CPU_LIKE:
         masks = [mask] * -(-len(query) // MOST_BLOCKS) if mask is None or len(mask) == 1 else mask.split(MOST_BLOCKS)
         parts = zip(*(t.split(MOST_BLOCKS) for t in (query, key, value)), masks)

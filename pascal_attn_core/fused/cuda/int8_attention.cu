@@ -134,6 +134,41 @@ INLINE int next_seen(const Int8Attention& p, int row_tile, int tile, int end) {
 // A number for each column of a thread, of the tile that begins at `at`.
 #define LOAD_COLUMNS(to, from) FOR(j, CN / 4) *(float4*)&to[4 * j] = *(const float4*)(p.from + at + COL(4 * j));
 
+#if PA_AMD
+#define ANY_OF_WARP(x) ANY_LANE(x)
+#else
+#define ANY_OF_WARP(x) __any_sync(FULL_WARP, x)
+#endif
+// Whether the tile has a key whose value has not lost the mean.
+INLINE bool has_mean(const float (&inverse)[CN]) {
+    u32 bits = 0;
+    FOR(j, CN) bits |= float_to_bits(inverse[j]);
+    return ANY_OF_WARP((bits & 1) != 0);
+}
+
+// Subtracts the mean times the weight of such keys: in the end it is added with the weight of all. What is opaque would
+// otherwise be shared with P, or kept, and takes registers.
+INLINE void subtract_mean(float (&O)[RM][DN], const float (&S)[RM][CN], const float (&top)[RM], const float (&weight)[RM],
+                          const float (&inverse)[CN], const float* mean, const Lane& t) {
+    FOR(i, RM) {
+        u32 own_top = float_to_bits(top[i]);
+        OPAQUE(own_top);
+        float of_row = 0.f;
+        FOR(j, CN) {
+            u32 bits = float_to_bits(inverse[j]);
+            OPAQUE(bits);
+            of_row = fmaf(exp2_approx(S[i][j] - bits_to_float(own_top)), bits & 1 ? inverse[j] : 0.f, of_row);
+        }
+        for (int s = 2; s < 2 * PA_TX; s *= 2) of_row += __shfl_xor_sync(FULL_WARP, of_row, s);
+        of_row *= -LARGEST * weight[i];
+        FOR(j, DN / 4) {
+            int d = COL(4 * j);
+            OPAQUE(d);
+            FOR(c, 4) O[i][4 * j + c] = fmaf(of_row, mean[d + c], O[i][4 * j + c]);
+        }
+    }
+}
+
 #define ROUND_PROB(i, j)                                \
     {                                                   \
         const float x = exp2_approx(S[i][j] - top[i]);  \
@@ -256,21 +291,31 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(c
         FOR(i, RM) rises |= top[i] > row_max[i] + SLACK;
         if (ANY_LANE(rises)) {
             KEEP_BRANCH();
-            FOR(i, RM) if (top[i] > row_max[i] + SLACK) {
-                const float fade = exp2_approx(row_max[i] - top[i]);
-                row_max[i] = top[i];
+            FOR(i, RM) {  // without branches, for which AMD's compiler would copy the sums
+                const bool is_higher = top[i] > row_max[i] + SLACK;
+                const float fade = is_higher ? exp2_approx(row_max[i] - top[i]) : 1.f;
+                row_max[i] = is_higher ? top[i] : row_max[i];
                 row_sum[i] *= fade;
                 FOR(j, DN) O[i][j] *= fade;
             }
         }
         FOR(i, RM) weight[i] = exp2_approx(top[i] - row_max[i]);
 
+#if PA_AMD
+        float inverse[CN];
+        {
+            LANE_ANEW(t)
+            LOAD_COLUMNS(inverse, v_scales)
+        }
+#endif
+        if (has_mean(inverse)) {
+            KEEP_BRANCH();
+            LANE_ANEW(t)
+            subtract_mean(O, S, top, weight, inverse, p.mean + k_head * PA_D, t);
+        }
+
         {  // P, rounded and packed
             LANE_ANEW(t)
-#if PA_AMD
-            float inverse[CN];
-            LOAD_COLUMNS(inverse, v_scales)
-#endif
             float sum[RM];
             FOR(i, RM) sum[i] = 0.f;
 #if PA_AMD  // four columns after the other: all at once would take too many registers
@@ -317,7 +362,8 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(c
         float sum = row_sum[i];
         for (int s = 2; s < 2 * PA_TX; s *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, s);
         const float factor = sum == 0.f ? 0.f : (1.f / LARGEST) / sum;  // 0: a row without any key
-        FOR(j, DN) O[i][j] *= factor;
+        const float* const mean = p.mean + k_head * PA_D;
+        FOR(j, DN) O[i][j] = fmaf(O[i][j], factor, mean[COL(j)]);
         rotate(O[i], t.tx, PA_TX, 2);
         if (ROW(i) >= rows) continue;
         const i64 row = row0 + ROW(i);
@@ -328,10 +374,8 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(c
         FOR(j, DN / 4) {
             const int d = COL(4 * j);
             if (d >= p.dim_v) continue;
-            const float4 mean = *(const float4*)(p.mean + k_head * p.dim_v + d);
             float4 f;
-            f.x = O[i][4 * j] + mean.x; f.y = O[i][4 * j + 1] + mean.y;
-            f.z = O[i][4 * j + 2] + mean.z; f.w = O[i][4 * j + 3] + mean.w;
+            f.x = O[i][4 * j]; f.y = O[i][4 * j + 1]; f.z = O[i][4 * j + 2]; f.w = O[i][4 * j + 3];
             if (sum == 0.f) f.x = f.y = f.z = f.w = 0.f;
             *(Raw4*)(o + d) = to_raw(f);
         }

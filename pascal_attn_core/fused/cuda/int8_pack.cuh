@@ -8,8 +8,9 @@
 //                      tile on their way
 //
 // What is rounded, for query row i, key j, channel d, all of it after the mean key has been subtracted from K and the
-// mean value from V (the first changes no probability, the second is added back) and after a rotation x -> H x of the
-// channels, which is orthogonal and spreads the large ones over all:
+// mean value from V (the first changes no probability, the second is added back; not from values that it would make
+// more than twice as large) and after a rotation x -> H x of the channels, which is orthogonal and spreads the large ones
+// over all:
 //   Q[i,d] = q[i,d] * a_i          q in -127 ... 127, a_i = max|Q_i| / 127 (times softmax scale and log2(e))
 //   K[j,d] = k[j,d] * b_j          b_j a float of 22 bits, so that MAGIC * b_j is exact
 //   V[j,d] = v[j,d] * c_j          half of each rounding error is added to the next key before it is rounded
@@ -19,7 +20,9 @@
 //   O_i    = sum over tiles of 2^(tile's maximum) * (sum_j p v), divided by the sum of the unrounded P[i,j]
 // Why u: a key with a large V needs a precise weight, one with a small V does not; and a row that looks mostly at a key
 // with a tiny V (an attention sink) loses nothing. Why the tile's own maximum: relative to the row's running maximum a
-// long flat row with one peak would round to nothing but that peak.
+// long flat row with one peak would round to nothing but that peak. Why small values keep the mean: an attention sink has
+// nearly all of the weight, and without the mean its rounding error, of a row as large as the mean, would outweigh the
+// output. The lowest bit of 1 / c_j marks such keys; where a tile has one, the mean times their weight is subtracted.
 //
 // Integers become floats, and back, without conversion instructions (a quarter of the rate of FFMA on sm_61): sums
 // start at the bits of MAGIC = 1.5 * 2^23, and stay below 2^22 in magnitude:
@@ -108,7 +111,8 @@ struct Pack {
     const float* mean;   // [B, H / group, dim] of K or V; for Q null, or K's, for the scores
     int* words;          // Q: [B, H, rows, WORDS];  K: [B, H, tiles, WORDS, BC];  V: [B, H, tiles, V_WORDS],
                          // first [BC / 4, D]
-    float* scales;       // Q: [B, H, rows] a_i;  K: [B, H, tiles, BC] b_j;  V: 1 / c_j, 0 behind the last key
+    float* scales;       // Q: [B, H, rows] a_i;  K: [B, H, tiles, BC] b_j;  V: 1 / c_j, 0 behind the last key; its lowest
+                         // bit is 1 where the mean has not been subtracted
     float* logs;         // V: log2(c_j), -inf behind the last key: it has no weight
     float* mean_scores;  // Q: [B, H, rows], the score of the mean key, which lse lacks; or null
     i64 xb, xh, xs;      // strides in elements
@@ -139,34 +143,33 @@ struct Rows {
     __device__ __forceinline__ void load(int dim) {
         FOR(e, OF_LANE / 4) if (CHANNEL(e) < dim) raw[e] = load_raw(x + 32 * e);
     }
+    // Where this one has been taken.
+    __device__ __forceinline__ void load_next(const Pack& p) {
+        if (left > step) x += step * p.xs;
+        load(p.dim);
+    }
 };
 
-// A row, while the next one is on its way.
-INLINE void take_row(float (&v)[OF_LANE], const Pack& p, Rows& t) {
+INLINE void take_row(float (&v)[OF_LANE], const Rows& t) {
     FOR(e, OF_LANE / 4) {
         const float4 f = to_float4(t.raw[e]);
         v[4 * e] = f.x; v[4 * e + 1] = f.y; v[4 * e + 2] = f.z; v[4 * e + 3] = f.w;
     }
-    if (t.left > t.step) t.x += t.step * p.xs;
-    t.load(p.dim);
-}
-
-// The same without the mean, rotated.
-INLINE void take_key(float (&v)[OF_LANE], const Pack& p, Rows& t) {
-    take_row(v, p, t);
-    FOR(c, OF_LANE) v[c] = __fsub_rn(v[c], t.mean[c]);
-    rotate(v, t.lane, 8, 1);
 }
 
 INLINE float at_least(float x) { return x < LEAST_SCALE ? LEAST_SCALE : x; }
 
-// Of a row, NaN where it has a number that is not finite, and so reaches the output. Compared as bits: a NaN is the
-// largest.
-INLINE float scale_of(const float (&v)[OF_LANE]) {
+// The largest magnitude of a row. Compared as bits: a NaN is the largest.
+INLINE float largest_of(const float (&v)[OF_LANE]) {
     u32 most = 0;
     FOR(c, OF_LANE) most = larger(most, float_to_bits(v[c]) & 0x7fffffffu);
     for (int s = 1; s < 8; s *= 2) most = larger(most, __shfl_xor_sync(FULL_WARP, most, s));
-    const float largest = bits_to_float(most);
+    return bits_to_float(most);
+}
+
+// Of a row, NaN where it has a number that is not finite, and so reaches the output.
+INLINE float scale_of(const float (&v)[OF_LANE]) {
+    const float largest = largest_of(v);
     return at_least(fmaf(largest, 1.f / 127.f, largest - largest));
 }
 
@@ -184,7 +187,8 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_queries(const Pack p) 
 #pragma unroll 1
     for (; t.j < PA_BC; t.j += t.step, t.left -= t.step, row += t.step) {
         float v[OF_LANE], score = 0.f;
-        take_row(v, p, t);
+        take_row(v, t);
+        t.load_next(p);
         FOR(c, OF_LANE) score = fmaf(v[c], t.mean[c], score);
         for (int s = 4; s; s >>= 1) score = __fadd_rn(score, __shfl_xor_sync(FULL_WARP, score, s));
         rotate(v, t.lane, 8, 1);
@@ -206,7 +210,10 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_keys(const Pack p) {
 #pragma unroll 1
     for (; t.j < PA_BC; t.j += t.step, t.left -= t.step) {
         float v[OF_LANE];
-        take_key(v, p, t);
+        take_row(v, t);
+        t.load_next(p);
+        FOR(c, OF_LANE) v[c] = __fsub_rn(v[c], t.mean[c]);
+        rotate(v, t.lane, 8, 1);
         const float scale = bits_to_float(float_to_bits(scale_of(v)) & ~3u);  // of 22 bits: MAGIC times it is a float
         store_codes(words + t.j, 8 * PA_BC, v, scale);
         if (t.lane == 0) scales[t.j] = scale;
@@ -232,7 +239,16 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
 #pragma unroll 1
         for (int k = 0; k < 4; ++k, t.j += t.step, t.left -= t.step) {
             float v[OF_LANE];
-            take_key(v, p, t);
+            take_row(v, t);
+            const float own = largest_of(v);
+            FOR(c, OF_LANE) v[c] = __fsub_rn(v[c], t.mean[c]);
+            const bool is_small = 2.f * own < largest_of(v);
+            if (is_small) {
+                KEEP_BRANCH();
+                take_row(v, t);
+            }
+            t.load_next(p);
+            rotate(v, t.lane, 8, 1);
             const float scale = scale_of(v), inverse = __frcp_rn(scale), most = 0.5f * scale;
             FOR(c, OF_LANE) {
                 const float wanted = fmaf(fminf(fmaxf(carry[c], -most), most), HANDED_ON, v[c]);
@@ -241,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
                 word[c] = __byte_perm(word[c], float_to_bits(code), 0x4321);
             }
             if (lane) continue;
-            scales[t.j] = t.left > 0 ? inverse : 0.f;
+            scales[t.j] = t.left > 0 ? bits_to_float((float_to_bits(inverse) & ~1u) | is_small) : 0.f;
             logs[t.j] = t.left > 0 ? log2f(scale) : NEG_INF;
         }
         FOR(e, OF_LANE / 4) {
@@ -269,7 +285,7 @@ struct Int8Attention {
     const int* q; const float* q_scales;
     const int* k; const float* k_scales;
     const int* v; const float* v_scales; const float* v_logs;
-    const float* mean;          // [B, Hkv, dim_v] of V
+    const float* mean;          // [B, Hkv, D] of V, rotated
     const float* mean_scores;   // see Pack
     T* o;
     float* lse;                 // natural log of the denominator, or null

@@ -14,7 +14,7 @@ from ..code.params import Int8Attention, Pack
 from ..code.source import Variant
 from . import Launch
 from .fields import LOG2_E, View, band_of, common_fields, mask_bits, mask_tiles, result_fields, steps, view_of
-from .int8_definition import shifts
+from .int8_definition import rotate, shifts
 from .plan import Plan
 
 _SLICE_BYTES = 64 << 20  # of words and scales
@@ -38,11 +38,12 @@ def int8_launches(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | No
         of_rows = None if view.mask is None else view.mask[batches, of_query]
         part = View(*tensors, of_rows, tuple(t[batches, of_query] for t in view.rest))
         words = words or _Words.of(plan.forward, part)
-        means = tuple(t.contiguous() for t in shifts(call, part, plan.forward.head_dim))
+        means = tuple(t.contiguous() for t in shifts(call, part))
+        rotated = rotate(means[1], plan.forward.head_dim)
         launches += _pack_launches(call, plan.forward, part, words, means)
         of_mask = {} if mask is None else mask.fields(batches.start, of_query.start)
-        keep = (*view.tensors, *words, *means, *(() if mask is None else (mask.bits, mask.flags)))
-        launches.append(_attention_launch(call, plan.forward, part, words, means, of_mask)._replace(keep=keep))
+        keep = (*view.tensors, *words, *means, rotated, *(() if mask is None else (mask.bits, mask.flags)))
+        launches.append(_attention_launch(call, plan.forward, part, words, rotated, of_mask)._replace(keep=keep))
     return launches
 
 
@@ -115,7 +116,7 @@ def _pack_launches(
 
 
 def _attention_launch(
-    call: AttentionCall, variant: Variant, view: View, words: _Words, means: tuple[Tensor, ...], of_mask: dict[str, int]
+    call: AttentionCall, variant: Variant, view: View, words: _Words, mean: Tensor, of_mask: dict[str, int]
 ) -> Launch:
     geometry, (batches, heads, rows, _) = variant.geometry, view.query.shape
     low, high = band_of(call)
@@ -128,7 +129,7 @@ def _attention_launch(
     }  # fmt: skip
     how = variant, "pa_int8_attention", (-(-rows // geometry.rows), heads, batches), geometry.threads, Int8Attention
     work = batches * heads * rows * call.seq_len_kv * (call.head_dim + call.head_dim_v)
-    tensors = {**words._asdict(), "mean": means[1]}
+    tensors = {**words._asdict(), "mean": mean}
     return Launch.over(*how, tensors, {**numbers, **results, **of_mask}, work)
 
 

@@ -30,8 +30,9 @@ class Words(NamedTuple):
 
     Attributes:
         q: ``[B, Hq, L, T]``, T the head_dim of the table; q_scales: ``[B, Hq, L]``, with softmax scale and log2(e).
-        k, v: ``[B, Hkv, N, T]``; k_scales, v_inverses (1 / scale), v_logs (log2 of it): ``[B, Hkv, N]``.
-        mean_value: ``[B, Hkv, Dv]``; mean_scores: ``[B, Hq, L]``, of the mean key.
+        k, v: ``[B, Hkv, N, T]``; k_scales, v_inverses (1 / scale), v_logs (log2 of the scale): ``[B, Hkv, N]``. The
+            lowest bit of v_inverses is 1 where the mean value has not been subtracted.
+        mean_value: ``[B, Hkv, T]``, rotated; mean_scores: ``[B, Hq, L]``, of the mean key.
     """
 
     q: Tensor
@@ -61,20 +62,17 @@ def compute(call: AttentionCall, out: Tensor, lse: Tensor | None = None, arch: s
 def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Words:
     """Q, K and V in 8 bits, with ``table_dim`` channels and the keys in tiles of ``tile_keys``."""
     query, keys, values = (t.float() for t in view[:3])
-    mean_key, mean_value = shifts(call, view, table_dim)
+    mean_key, mean_value = shifts(call, view)
     count = call.seq_len_kv
-
-    def rotated(x: Tensor) -> Tensor:
-        return _rotated(torch.nn.functional.pad(x, (0, table_dim - x.shape[-1])))
-
+    rotated = functools.partial(rotate, size=table_dim)
     filled = torch.arange(-(-count // tile_keys) * tile_keys, device=query.device)
     rows = filled.clamp_max(count - 1)
-    query_ = rotated(query)
-    key_, value_ = (
-        rotated((keys - mean_key[..., None, :])[..., rows, :]),
-        rotated((values - mean_value[..., None, :])[..., rows, :]),
-    )
+    apart = values - mean_value[..., None, :]
+    is_small = 2 * values.abs().amax(dim=-1) < apart.abs().amax(dim=-1)
+    query_, key_ = rotated(query), rotated((keys - mean_key[..., None, :])[..., rows, :])
+    value_ = rotated(torch.where(is_small[..., None], values, apart)[..., rows, :])
     a, b, c = (_scales(t) for t in (query_, key_, value_))
+    inverses = ((1 / c).view(torch.int32) & ~1 | is_small[..., rows]).view(torch.float32)
     b = (b.view(torch.int32) & ~3).view(torch.float32)  # of 22 bits
     live = filled < count
     return Words(
@@ -83,35 +81,23 @@ def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Wor
         _codes(key_, b),
         b,
         _diffused(value_, c, tile_keys // 4),
-        torch.where(live, 1 / c, 0.0),
+        torch.where(live, inverses, 0.0),
         torch.where(live, log2(c), -math.inf),
-        mean_value,
+        rotated(mean_value),
         _mean_scores(query, mean_key.repeat_interleave(call.groups, dim=1)) * _float32(call.scale),
     )
 
 
-def shifts(call: AttentionCall, view: View, table_dim: int) -> tuple[Tensor, Tensor]:
-    """Return what is subtracted from each key, ``[B, Hkv, D]``, and from each value, ``[B, Hkv, Dv]``, in float32: the
-    means over the keys that some row may look at.
-
-    The second is moved by up to half a step of 8 bits, so that the value of one key has no rounding error: the key with
-    the highest score of the mean query. An attention sink has nearly all of the weight and often a small value; its own
-    rounding error, which is that of the mean, would be larger than the output. Of two sinks that share the weight the
-    second keeps it. The kernels would need a flag for each key whose value is smaller than without the mean, and one
-    more sum in each row: the weight of the other keys, by which the mean is added."""
+def shifts(call: AttentionCall, view: View) -> tuple[Tensor, Tensor]:
+    """Return what is subtracted from each key, ``[B, Hkv, D]``, and from most values, ``[B, Hkv, Dv]``, in float32: the
+    means over the keys that some row may look at."""
     live = _live_keys(call, view)
     if live is None:
         mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])
     else:
         shares = live / live.sum(dim=-1, keepdim=True).clamp_min(1)
         mean_key, mean_value = ((shares[..., None, :] @ t.float()).squeeze(-2) for t in view[1:3])
-    mean_query = view.query.unflatten(1, (-1, call.groups)).mean(dim=(2, 3), dtype=torch.float32)
-    scores = (view.key.float() @ mean_query[..., None]).squeeze(-1)
-    top = (scores if live is None else scores.masked_fill(~live, -math.inf)).argmax(dim=-1)
-    own = view.value.take_along_dim(top[..., None, None], dim=2).squeeze(2).float()
-    wide = _rotated(torch.nn.functional.pad(mean_value - own, (0, table_dim - own.shape[-1])))
-    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_min(LEAST_SCALE) / 127
-    return mean_key, own + _rotated(torch.round(wide / scale) * scale)[..., : own.shape[-1]]
+    return mean_key, mean_value
 
 
 def _live_keys(call: AttentionCall, view: View) -> Tensor | None:
@@ -132,6 +118,7 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
     cols, tx = geometry.cols, geometry.tx
     of_heads = functools.partial(torch.repeat_interleave, repeats=call.groups, dim=1)
     k, b, v, inverses, logs, mean = (of_heads(t) for t in words[2:8])
+    of_small = torch.where(inverses.view(torch.int32) & 1 == 1, inverses, 0.0)
     sums = torch.zeros(*words.q.shape, device=k.device)
     top_run = torch.full_like(words.q_scales, _float32(LOWEST))
     parts = torch.zeros(*top_run.shape, tx, device=k.device)  # of the row sum, of each thread of a row
@@ -151,15 +138,15 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
         weight = exp2(top - top_run)[..., None]
         probs = exp2(scores - top[..., None])
         parts = torch.where(reads, fma(_of_threads(probs, inverses[..., tile], tx), weight, parts), parts)
+        if (small := of_small[..., tile]).any():
+            taken = _of_row(_of_threads(probs, small, tx))[..., None] * (-LARGEST * weight)
+            sums = torch.where(reads & small.any(dim=-1)[..., None, None], fma(taken, mean[..., None, :], sums), sums)
         codes = torch.round(probs.double() * LARGEST).float().nan_to_num(0.0)
         sums = torch.where(reads, fma(codes @ v[..., tile, :], weight, sums), sums)
-    while parts.shape[-1] > 1:
-        parts = parts[..., 0::2] + parts[..., 1::2]
-    is_empty, total = parts == 0, parts[..., 0]
-    one = torch.full_like(parts, _float32(1 / LARGEST))
-    out = (
-        _rotated(sums * torch.where(is_empty, 0.0, torch.div(one, parts)))[..., : call.head_dim_v] + mean[..., None, :]
-    )
+    total = _of_row(parts)
+    is_empty = total[..., None] == 0
+    factor = torch.where(is_empty, 0.0, torch.div(_float32(1 / LARGEST), total[..., None]))
+    out = rotate(fma(sums, factor, mean[..., None, :]))[..., : call.head_dim_v]
     lse = fma(top_run + log2(total), _float32(math.log(2)), words.mean_scores)
     return torch.where(is_empty, 0.0, out), torch.where(total == 0, -math.inf, lse)
 
@@ -193,6 +180,13 @@ def _of_threads(probs: Tensor, inverses: Tensor, tx: int) -> Tensor:
     return found
 
 
+def _of_row(parts: Tensor) -> Tensor:
+    """The sum ``[..., L]`` of the parts ``[..., L, tx]`` that the threads of a row have."""
+    while parts.shape[-1] > 1:
+        parts = parts[..., 0::2] + parts[..., 1::2]
+    return parts[..., 0]
+
+
 def _mean_scores(query: Tensor, mean_key: Tensor) -> Tensor:
     """``[B, Hq, L]``: products with the mean key ``[B, Hq, D]``, summed as eight lanes do, each of four neighbours in
     every 32 channels."""
@@ -206,9 +200,11 @@ def _mean_scores(query: Tensor, mean_key: Tensor) -> Tensor:
     return sums[..., 0]
 
 
-def _rotated(x: Tensor) -> Tensor:
-    """x times the Hadamard matrix over the root of its size, along the last dimension."""
-    size, step = x.shape[-1], 1
+def rotate(x: Tensor, size: int = 0) -> Tensor:
+    """x ``[..., D]``, filled up with zeros to ``size`` channels, a power of two, times the Hadamard matrix over the
+    root of their number."""
+    size, step = max(size, x.shape[-1]), 1
+    x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
     while step < size:
         a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack([a + b, a - b], dim=-2).flatten(-3)

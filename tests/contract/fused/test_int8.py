@@ -79,7 +79,9 @@ def same_bits(found: Result, right: Result) -> bool:
 def of_case(case: Case) -> AttentionCall:
     (query, key, value, mask), options = case.build()
     common, heads = torch.linspace(-3, 3, key.shape[-1]), torch.linspace(0.2, 3, value.shape[-2])[:, None]
-    return check_call(query, (key + common).to(key.dtype), (value * heads + 0.5).to(key.dtype), mask, **options)
+    value = value * heads + 0.5
+    value[..., 1::50, :] *= 0.02  # without the mean they would be larger
+    return check_call(query, (key + common).to(key.dtype), value.to(key.dtype), mask, **options)
 
 
 # Tiles are 128 x 64 and 64 x 128: lengths end beside a tile's edge.
@@ -198,7 +200,7 @@ def test_memory_beside_the_tensors_is_that_of_words_and_scales() -> None:
         del own[tensor.data_ptr()]
     keys = 8 * 128  # whole tiles
     words_and_scales = 2 * (1000 * (128 + 4) + keys * (2 * 128 + 12))
-    assert sum(t.nbytes for t in own.values()) == words_and_scales + 2 * 2 * 4 * 128  # the mean key and value
+    assert sum(t.nbytes for t in own.values()) == words_and_scales + 3 * 2 * 4 * 128  # means, that of V twice
 
 
 def _normal(*shape: int) -> Tensor:
@@ -216,12 +218,12 @@ def _with(tensor: Tensor, number: float, row: int = 7) -> Tensor:
     return changed
 
 
-def _sink(dim: int) -> list[Tensor]:
-    """A key with most of the weight and a small value."""
-    query, key, value = _normal(70, dim), _normal(700, dim), _normal(700, dim)
+def _sinks(dim: int, places: list[int], common: float = 0.0) -> list[Tensor]:
+    """Keys with most of the weight and small values, beside values with a common part."""
+    query, key, value = _normal(70, dim), _normal(700, dim), _normal(700, dim) + common * _normal(1, dim)
     direction = torch.nn.functional.normalize(torch.randn(dim), dim=0)
-    key[:, :, 5] += direction * math.sqrt(dim) * 1.1
-    value[:, :, 5] *= 0.05
+    key[:, :, places] += direction * math.sqrt(dim) * 1.1
+    value[:, :, places] = 0.05 * _normal(len(places), dim)
     return [query + 6 * direction, key, value]
 
 
@@ -255,11 +257,9 @@ EDGES: dict[str, tuple[Callable[[int], list[Tensor]], float]] = {
         lambda d: [_normal(70, d), _normal(500, d), _normal(500, d) * _normal(500, 1).exp()],
         0.02,
     ),
-    "an attention sink": (_sink, 0.02),
-    "an attention sink beside values with a common part": (
-        lambda d: [*_sink(d)[:2], _normal(700, d) + 2 * (torch.arange(700) != 5)[:, None] * _normal(1, d)],
-        0.02,
-    ),
+    "an attention sink": (lambda d: _sinks(d, [5]), 0.02),
+    "an attention sink beside values with a common part": (lambda d: _sinks(d, [5], 2.0), 0.02),
+    "four attention sinks beside values with a common part": (lambda d: _sinks(d, [5, 9, 300, 699], 2.0), 0.02),
     "keys that grow": (
         lambda d: [_normal(70, d), torch.linspace(0.2, 6, 400)[:, None] * _normal(400, d), _normal(400, d)],
         0.05,

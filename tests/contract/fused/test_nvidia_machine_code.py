@@ -94,12 +94,6 @@ _MUTATED = [
     (61, "int8_linear-float16"), (60, "forward-64-bfloat16-none"),
 ]  # fmt: skip
 _NO_RESULT = {"NOP", "DEPBAR", "MEMBAR", "ERRBAR", "YIELD", "CCTL", "BMOV", "RRO", "EXIT"}
-# What no call can show, and why.
-UNSEEN = {
-    "sm_61 int8-64-float32-none, pa_pack_values 0x11e8 inverted: "
-    "FSETP.GEU.AND P0, PT, R48, 1.175494350822287508e-38, PT": "log2f takes each number as one of those near 0: times "
-    "2^23, and 23 less in the end, which is the same"
-}
 Place = tuple[str, int]  # a function, and the place of an instruction in it
 
 
@@ -205,11 +199,7 @@ def _is_right(variant: Compilation, code_of: CodeOf, change: Callable, how: str)
 @pytest.mark.parametrize("number", some(range(30), 30))
 def test_a_change_of_one_instruction_is_seen(number: int) -> None:
     variant, code_of, change, words = _mutant(number)
-    assert _is_right(variant, code_of, change, _how(number)) == (words in UNSEEN), words
-
-
-def test_few_changes_are_not_seen() -> None:
-    assert len(UNSEEN) <= 3
+    assert not _is_right(variant, code_of, change, _how(number)), words
 
 
 @pytest.mark.parametrize(

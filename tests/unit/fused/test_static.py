@@ -191,7 +191,8 @@ def test_the_packs_hold_the_functions_of_each_kernel() -> None:
 _BITS_OF_FLOATS = {
     "elements.cuh": (1, "forward-64-bfloat16-none"),
     "codes.cuh": (1, "int8-64-float16-none"),
-    "int8_pack.cuh": (7, "int8-64-float16-none"),
+    "int8_pack.cuh": (8, "int8-64-float16-none"),
+    "int8_attention.cu": (3, "int8-64-float16-none"),
     "int8_linear.cu": (1, "int8_linear-float16"),
     "gguf_linear.cu": (1, "gguf_linear-Q4_0-8"),
     "product.cuh": (4, ""),  # pairs, which only AMD's cards have

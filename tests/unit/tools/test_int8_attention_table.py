@@ -31,7 +31,7 @@ def test_errors_stay_within_what_is_promised(name: str, dim: int) -> None:
 
 SINKS = [
     (sinks, weight, keys, common, dim)
-    for sinks in (1, 2)
+    for sinks in (1, 2, 4)
     for keys in (2048, 70_000)
     for weight in (0.5, 0.9, 0.99)
     for common in (True, False)
@@ -41,21 +41,22 @@ LIMIT = inspect.signature(patch_attention_int8).parameters["max_error"].default
 
 
 @pytest.mark.parametrize(("sinks", "weight", "keys", "common", "dim"), some(SINKS, 9))
-def test_attention_sinks_cost_no_more_than_in_sageattention_or_keep_their_layer_exact(
+def test_attention_sinks_cost_no_more_than_in_sageattention(
     sinks: int, weight: float, keys: int, common: bool, dim: int
 ) -> None:
-    """A small error is no loss; two that share the weight beside values with a common part are above the limit."""
+    """A small error is no loss: SageAttention has values in float16."""
     torch.manual_seed(1)
     inputs = tool.weighed_sink(dim, weight, keys, common, sinks)
     right = tool.exact(inputs)
     ours, theirs = (error_of(compute(inputs), right) for compute in (tool.ours, tool.sage1))
-    assert ours <= max(1.5 * theirs, 0.013) or (sinks == 2 and common and ours > LIMIT)
+    assert ours <= max(1.5 * theirs, 0.013)
+    assert not common or ours <= 1.5 * theirs
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("before", [0, 2])
 @torch.no_grad()
-def test_a_layer_with_two_sinks_is_exact_from_that_call_on(dim: int, before: int) -> None:
+def test_a_layer_with_a_sharp_softmax_is_exact_from_that_call_on(dim: int, before: int) -> None:
     class Attention(nn.Module):
         def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
             return F.scaled_dot_product_attention(*qkv)
@@ -65,8 +66,8 @@ def test_a_layer_with_two_sinks_is_exact_from_that_call_on(dim: int, before: int
         for _ in range(before):
             model["layer"](*tool.outliers(dim)[:3])
         assert patch.report().count("on") == bool(before)
-        inputs = tool.weighed_sink(dim, 0.99, sinks=2)
-        torch.testing.assert_close(model["layer"](*inputs[:3]), tool.exact(inputs).float())
+        inputs = tool.normal(dim, query_size=9.0, key_size=1.5)
+        assert error_of(model["layer"](*inputs[:3]), tool.exact(inputs)) < 1e-4
         (line,) = patch.report().lines
     assert (line.state, line.went_back) == ("refused", bool(before))
-    assert line.latest > 5 * LIMIT
+    assert line.latest > LIMIT
