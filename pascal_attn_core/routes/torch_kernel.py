@@ -151,17 +151,7 @@ def find_form(
     """How torch's fused attention can take the call, or the reasons why it cannot. ``copy_bytes``: memory for what is
     no larger than the inputs; None = the budget. ``named``: torch is asked for by name, so no package serves."""
     copy_bytes = budget_bytes if copy_bytes is None else copy_bytes
-    checks = (
-        (with_lse, "torch's function does not return lse"),
-        (call.needs_mask_grad, "torch's fused kernels give no gradient of attn_mask"),
-        (
-            in_graph and call.dropout_p,
-            "a compiled graph recomputes it for its gradients, with a different dropout mask",
-        ),
-    )
-    reasons = [why for holds, why in checks if holds] + lacks(call)
-    reasons = reasons or list(filter(None, [broken_promise(call)])) or fault_reasons(call, read=not in_graph)
-    if reasons:
+    if reasons := _refusals(call, with_lse=with_lse, in_graph=in_graph):
         return reasons
     four = as_four_dimensions(call)
     if isinstance(four, str):
@@ -188,8 +178,22 @@ def find_form(
     return [f"torch has no fused kernel for {kind}this call on this device"]
 
 
+def _refusals(call: AttentionCall, *, with_lse: bool, in_graph: bool) -> list[str]:
+    """Say why torch's function must not compute a call, whatever its form."""
+    checks = (
+        (with_lse, "torch's function does not return lse"),
+        (call.needs_mask_grad, "torch's fused kernels give no gradient of attn_mask"),
+        (
+            in_graph and call.dropout_p,
+            "a compiled graph recomputes it for its gradients, with a different dropout mask",
+        ),
+    )
+    reasons = [why for holds, why in checks if holds] + lacks(call)
+    return reasons or list(filter(None, [broken_promise(call)])) or fault_reasons(call, read=not in_graph)
+
+
 def lacks(call: AttentionCall) -> list[str]:
-    """What a call asks for that torch's function does not have, one sentence each."""
+    """Say what a call asks for that torch's function does not have, one sentence each."""
     reasons = []
     if call.left is not None or (call.right is not None and not call.is_causal):
         reasons.append("torch's function has no sliding window")

@@ -90,7 +90,7 @@ def num_ranges_of(plan: Plan, variant: Variant) -> int:
 
 
 def _ranges_of(shape: Shape, ranges: int) -> Iterator[Shape]:
-    """What the rows are to each range of the columns."""
+    """Yield the sizes of the rows with each range of the columns."""
     length = -(-shape.keys // ranges)
     for first in range(0, shape.keys, length):
         band = shape.band and (shape.band[0] - first, shape.band[1] - first)

@@ -1,4 +1,4 @@
-"""What ours costs: no matrix of scores is ever stored (whole models at 9,216 tokens), and no function is in the way."""
+"""Ours costs little: no matrix of scores is ever stored (whole models at 9,216 tokens), no function is in the way."""
 
 import pytest
 import torch

@@ -112,6 +112,12 @@ def _total(weights: Tensor, log_error: Tensor, sink: Bounded | None, empty: Tens
     return total, torch.maximum(-(down / total).log(), (up / total).log()).masked_fill(empty, 0.0)
 
 
+def _lse(largest: Tensor, total: Tensor, apart: Tensor, empty: Tensor, unit: float) -> Bounded:
+    lse = (largest + total.log()).masked_fill(empty, -math.inf)[..., 0]
+    error = apart + 4 * unit * (1 + largest.abs() + total.log().abs())
+    return Bounded(lse, error[..., 0].masked_fill(empty[..., 0], 0.0))
+
+
 def _sink_probs(sink: Bounded, total: Tensor, apart: Tensor, lse: Tensor, empty: Tensor, unit: float) -> Bounded:
     prob = (sink.value / total).masked_fill(empty, 0.0)
     relative = sink.error + apart + 4 * unit * (1 + lse.nan_to_num(neginf=0.0)[..., None].abs())
@@ -161,12 +167,10 @@ def attend(
     prob_error = _as_factor(prob_error, probs, precision)
     out = probs @ value
     out_error = prob_error @ value.abs() + precision.of_sum(scores.shape[-1]) * (probs @ value.abs())
-    lse = (largest + total.log()).masked_fill(empty, -math.inf)[..., 0]
-    lse_error = apart + precision.of_sum(scores.shape[-1]) + 4 * unit * (1 + largest.abs() + total.log().abs())
-    sink_probs = None if sink_weight is None else _sink_probs(sink_weight, total, apart, lse, empty, unit)
+    lse = _lse(largest, total, apart + precision.of_sum(scores.shape[-1]), empty, unit)
+    sink_probs = None if sink_weight is None else _sink_probs(sink_weight, total, apart, lse.value, empty, unit)
     stored = Bounded(out, out_error + precision.stored(out))
-    bounded = Bounded(lse, lse_error[..., 0].masked_fill(empty[..., 0], 0.0))
-    return Forward(stored, bounded, probs, log_error, slope, sink_probs)
+    return Forward(stored, lse, probs, log_error, slope, sink_probs)
 
 
 @dataclass
