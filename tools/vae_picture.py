@@ -37,12 +37,6 @@ def photograph(size: int) -> Tensor:
     return rearrange(torch.from_numpy(np.asarray(picture) / 127.5 - 1), "h w c -> 1 c h w").float()
 
 
-def latent_of(photo: Tensor) -> Tensor:
-    """The photograph at an eighth of the size and its brightness: [1, 4, size / 8, size / 8]."""
-    small = F.interpolate(photo, scale_factor=1 / 8, mode="area")
-    return 2 * torch.cat([small, small.mean(1, keepdim=True)], dim=1)
-
-
 def fit(vae: Any, latent: Tensor, photo: Tensor) -> None:
     """Make what each block adds a tenth, as in a trained decoder more of the picture passes by the blocks than is added
     by them; set the last convolution to the one that comes nearest to ``photo``."""
@@ -87,7 +81,8 @@ def main() -> None:
     torch.manual_seed(0)
     vae, _ = made("sd", options.size)
     photo = photograph(options.size)
-    latent = latent_of(photo)
+    small = F.interpolate(photo, scale_factor=1 / 8, mode="area")
+    latent = 2 * torch.cat([small, small.mean(1, keepdim=True)], dim=1)  # it and its brightness
     fit(vae, latent, photo)
     found = decoded(vae, latent, options.budget)
     difference = found.bands - found.whole

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -58,9 +57,8 @@ def _scalings(number: int) -> float:
     return sum(1 - (1 - 1 / t) ** 8 for t in range(1, number + 1))
 
 
-def jobs(call: AttentionCall, plan: Plan, variant: Variant, by_size: bool = True) -> Iterator[tuple[float, int]]:
-    """(rounds, of them cut by the band) of each block of a kernel, in the order of their launch. ``by_size``: gradients
-    begin with the longest of all heads, else of each head."""
+def jobs(call: AttentionCall, plan: Plan, variant: Variant) -> Iterator[tuple[float, int]]:
+    """(rounds, of them cut by the band) of each block of a kernel, in the order of their launch."""
     own, traits, shape, group = variant.geometry, variant.traits, Shape.of(call), 1
     if traits.of_keys:
         shape, group = shape.transposed, shape.groups
@@ -74,18 +72,15 @@ def jobs(call: AttentionCall, plan: Plan, variant: Variant, by_size: bool = True
             yield piece.cost(own.cols) / own.cols, min(edges, piece.end - piece.first) * is_last
         return
     splits = 1 if traits.is_gradient else max(1, plan.splits)
-    for part in _ranges_of(shape, num_ranges_of(plan, variant)):
+    for part in _ranges_of(shape, _num_ranges(plan, variant)):
         sizes = key_tiles(part, own)
         tiles = [(group * -(-n // splits), group * min(edges, n) // splits) for n in sizes for _ in range(splits)]
         tiles = sorted(tiles, reverse=True) if shape.band else tiles  # as a causal rule has them launched
-        if by_size and shape.band and traits.is_gradient and variant.on_tensor_cores:
-            yield from (tile for tile in tiles for _ in range(heads))
-        else:
-            yield from itertools.chain.from_iterable(itertools.repeat(tiles, heads))
+        by_size = shape.band and traits.is_gradient and variant.on_tensor_cores  # those of all heads
+        yield from (tile for tile in tiles for _ in range(heads)) if by_size else tiles * heads
 
 
-def num_ranges_of(plan: Plan, variant: Variant) -> int:
-    """Ranges of columns of a kernel."""
+def _num_ranges(plan: Plan, variant: Variant) -> int:
     return plan.ranges[variant.traits.of_keys] if variant.is_gradient else 1
 
 
@@ -97,26 +92,19 @@ def _ranges_of(shape: Shape, ranges: int) -> Iterator[Shape]:
         yield shape._replace(keys=min(length, shape.keys - first), band=band)
 
 
-def _adding_seconds(call: AttentionCall, variant: Variant, ranges: int, machine: Machine) -> float:
-    """The time in which the gradients of the ranges are written, read and added."""
-    if ranges == 1:
-        return 0.0
-    tensors = (call.key, call.value) if variant.traits.of_keys else (call.query,)
-    return sum(_LAUNCH + (2 * ranges + 1) * t.nbytes / machine.memory for t in tensors)
-
-
-def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine, by_size: bool = True) -> float:
-    """The time of one launch; ``by_size``: see :func:`jobs`."""
+def kernel_seconds(call: AttentionCall, plan: Plan, variant: Variant, machine: Machine) -> float:
+    """The time of one launch, and that in which the gradients of ranges are written, read and added."""
     own, usual = variant.geometry, round_cycles(variant, machine)
     rising = max(0.0, round_cycles(variant, machine, rises=True) - usual)
     cut = max(0.0, round_cycles(variant, machine, at_edge=True) - usual) if call.has_band else 0.0
     begin = (1 + variant.traits.is_gradient) * own.rows * variant.head_dim // 8 // own.threads + 3
     free = [0.0] * (own.blocks * machine.num_sms)
-    for number, edges in jobs(call, plan, variant, by_size):
+    for number, edges in jobs(call, plan, variant):
         took = begin * machine.load + number * usual + _scalings(int(number)) * rising + edges * cut
         heapq.heapreplace(free, free[0] + took)
-    adding = _adding_seconds(call, variant, num_ranges_of(plan, variant), machine)
-    return _LAUNCH + max(free) / machine.clock + adding
+    took, ranges = _LAUNCH + max(free) / machine.clock, _num_ranges(plan, variant)
+    tensors = (call.key, call.value) if variant.traits.of_keys else (call.query,)
+    return took + (ranges > 1) * sum(_LAUNCH + (2 * ranges + 1) * t.nbytes / machine.memory for t in tensors)
 
 
 class Size(NamedTuple):
@@ -154,10 +142,10 @@ def planned(size: Size, machine: Machine) -> tuple[AttentionCall, Plan]:
 
 
 @functools.cache
-def seconds(size: Size, machine: Machine, by_size: bool = True) -> tuple[float, float]:
-    """The time of the kernels of such a call: forward, and gradients; ``by_size``: see :func:`jobs`."""
+def seconds(size: Size, machine: Machine) -> tuple[float, float]:
+    """The time of the kernels of such a call: forward, and gradients."""
     call, plan = planned(size, machine)
-    forward, *gradients = (kernel_seconds(call, plan, variant, machine, by_size) for variant in plan.variants)
+    forward, *gradients = (kernel_seconds(call, plan, variant, machine) for variant in plan.variants)
     return forward, sum(gradients)
 
 
@@ -171,7 +159,7 @@ def ratio(size: Size, machine: Machine) -> tuple[float, float]:
 # What an H200 measured: TFLOP/s forward, the least and the most of three runs; and forward and backward, None = not
 # known. And milliseconds that the host takes before the card begins, and before it begins with the gradients: in the
 # first run two numbers for all calls, fitted; in the second what was measured for a small call on an idle host. Since
-# then the fifth call has got another kernel, 0.03 ms faster by the model.
+# then the fifth call has got another kernel and another order of blocks.
 _FIRST, _SECOND = (0.45, 1.55), (0.235, 1.36)
 MEASURED: dict[Size, tuple[float, float, float | None, tuple[float, float]]] = {
     Size(2, 8, 8, 4096, 40): (56.8, 56.8, 63, _FIRST),
@@ -182,11 +170,6 @@ MEASURED: dict[Size, tuple[float, float, float | None, tuple[float, float]]] = {
     Size(4, 32, 32, 4096, 128): (184, 184, 162, _SECOND),
     Size(1, 32, 8, 2048, 128, True): (91, 91, None, _SECOND),
 }
-
-
-def measured_kernels(size: Size) -> tuple[float, float]:
-    """:func:`seconds` on the H200, in the order in which the blocks were launched then."""
-    return seconds(size, MACHINES["H200"], by_size=False)
 
 
 # Calls that have fewer blocks of gradients than a card has multiprocessors.
@@ -200,7 +183,7 @@ RANGES = {
 def modelled_ms(size: Size) -> tuple[float, float]:
     """Milliseconds of a measured call: forward, and forward and backward, whose second kernels begin when the host has
     launched them and the first have ended."""
-    (forward, gradients), (host, both) = measured_kernels(size), MEASURED[size][-1]
+    (forward, gradients), (host, both) = seconds(size, MACHINES["H200"]), MEASURED[size][-1]
     return host + 1e3 * forward, max(both, host + 1e3 * forward) + 1e3 * gradients
 
 
@@ -216,7 +199,7 @@ def table() -> str:
     for size in MEASURED:
         (least, most, both), (forward, backward) = measured_ms(size), modelled_ms(size)
         name = f"{size.batch}x{size.heads}x{size.tokens}x{size.head_dim}" + ", causal" * size.is_causal
-        alone = [1e3 * took for took in measured_kernels(size)]
+        alone = [1e3 * took for took in seconds(size, MACHINES["H200"])]
         cells = [name, f"{least:.2f}" + f"-{most:.2f}" * (least < most), f"{forward:.2f}", f"{alone[0]:.2f}"]
         cells += ["-"] * 3 if math.isnan(both) else [f"{ms:.2f}" for ms in (both, backward, sum(alone))]
         lines.append("| " + " | ".join(cells) + " |")

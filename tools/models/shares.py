@@ -147,11 +147,8 @@ def _loops(instructions: list[Instruction], kernel: Kernel) -> tuple[Loop, list[
             raise ValueError(f"found {level} nested loops, want at least {kernel.around + 1}")
         outer = max(inner, key=lambda loop: loop[1] - loop[0])
         inner = [loop for loop in inner if loop != outer and outer[0] <= loop[0] and loop[1] <= outer[1]]
-    return outer, [loop for loop in inner if _is_product(instructions, loop, kernel.multiply)]
-
-
-def _is_product(instructions: list[Instruction], loop: Loop, multiply: str) -> bool:
-    return sum(i.kind == multiply for i in within(instructions, loop)) >= 64
+    kinds = {loop: [i.kind for i in within(instructions, loop)] for loop in inner}
+    return outer, [loop for loop in inner if kinds[loop].count(kernel.multiply) >= 64]
 
 
 def _trips(variant: Variant, kernel: Kernel, found: int) -> list[int]:

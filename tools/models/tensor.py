@@ -210,7 +210,8 @@ class _Simulation:
         nearest = 0
         last = self.last[scheduler]
         for warp in sorted(self.of_scheduler[scheduler], key=lambda w: (w is not last, -w.number)):
-            if warp.waits or self.counters.hold(warp, self._group(warp)):
+            first = warp.block * self.per_block
+            if warp.waits or self.counters.hold(warp, range(first, first + self.per_block)):
                 continue
             when = self._earliest(warp)
             if when <= self.now:
@@ -219,9 +220,6 @@ class _Simulation:
                 return None
             nearest = min(nearest, when) if nearest else when
         return nearest
-
-    def _group(self, warp: _Warp) -> range:
-        return range(warp.block * self.per_block, (warp.block + 1) * self.per_block)
 
     def _earliest(self, warp: _Warp) -> int:
         pipe, x = self.body[warp.at]
