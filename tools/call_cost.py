@@ -350,6 +350,7 @@ def all_choices() -> None:
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # attn_support imports tools
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("cpu", "fake", "card"), nargs="*", default=["cpu", "fake"])
     parser.add_argument("--rounds", type=int, default=150, help="rounds of 10 calls each (default 150)")
