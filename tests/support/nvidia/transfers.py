@@ -8,7 +8,7 @@ from .code import Instruction, Operand
 from .operations import define, operation
 from .warps import BITS, F32, I32, I64, LANES, POISON, U32, U64, Array, Warps, bits_of
 
-_SIZES = {"U8": 1, "U16": 2, "32": 4, "64": 8, "128": 16}
+_SIZES = {"U8": 1, "U16": 2, "S16": 2, "32": 4, "64": 8, "128": 16}
 _HINTS = "E U LU SYS GPU STRONG CONSTANT CI CV WT"  # which memory, and which caches
 _OPTIONS = f"{' '.join(_SIZES)} {_HINTS}"
 
@@ -132,10 +132,10 @@ def _ldl(m: Warps, i: Instruction) -> None:
     _put_words(m, d, found)
 
 
-@operation("STL", options="64 128")
+@operation("STL", options="S16 64 128")
 def _stl(m: Warps, i: Instruction) -> None:
     target, source = i.operands
-    size = _size(i)
+    size = max(4, _size(i))  # of a word with 16 bits the upper half is never read
     m.local[_local_places(m, target, size)] = _words_of(m, source, size)
 
 
