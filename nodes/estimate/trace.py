@@ -6,8 +6,7 @@ from __future__ import annotations
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +23,17 @@ from .inputs import Latent, arguments
 _SMALL_BYTES = 1 << 20  # constants up to this size keep their values: schedules, position tables
 _LEFT_OUT = ("forward", "_v", "_v_weight", "_v_bias", "_v_signature", "_prefetch")  # others' patches; host's buffers
 _CASTS = "comfy_cast_weights"
+_Shape = TypeVar("_Shape", "AttentionShape", "FfnShape")
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """An attention call: ``[B, H, L, D]``, ``[B, Hkv, S, D]``, ``[B, Hkv, S, Dv]``, dtype, whether there is a mask,
-    and the bytes of the model's own tensors at that moment, the result among them."""
+class AttentionShape(NamedTuple):
+    """An attention call: ``[B, H, L, D]``, ``[B, Hkv, S, D]``, ``[B, Hkv, S, Dv]``, dtype, whether there is a mask."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
     value: tuple[int, ...]
     dtype: torch.dtype
     masked: bool = False
-    live_bytes: int = field(default=0, compare=False)
 
     @property
     def extra_bytes(self) -> int:
@@ -52,17 +49,15 @@ class AttentionShape:
         return f"{sizes} in {dtype_text(self.dtype)}{', masked' if self.masked else ''}"
 
 
-@dataclass(frozen=True)
-class FfnShape:
-    """A feed-forward call: name and class of the module, shape and dtype of its input, the most bytes that it took
-    besides input and output, and the bytes of all tensors of the model after it."""
+class FfnShape(NamedTuple):
+    """A feed-forward call: name and class of the module, shape and dtype of its input, and the most bytes that it took
+    besides input and output."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     extra_bytes: int
-    live_bytes: int = field(default=0, compare=False)
 
     @property
     def text(self) -> str:
@@ -70,22 +65,24 @@ class FfnShape:
         return f"{self.name} ({self.kind}) on {' x '.join(map(str, self.shape))} in {dtype_text(self.dtype)}"
 
 
-@dataclass
-class ModelCall:
+class ModelCall(NamedTuple):
     """The calls that one evaluation of the model makes.
 
     Attributes:
-        attention, ffn: its calls in order.
+        calls: each call in order, and the bytes of the model's own tensors beside it, its result among them.
         other_bytes: most bytes of the model's own tensors at once, outside of these calls.
         unread: attention calls whose shapes could not be read, and why.
         copies: prompts in one batch.
     """
 
-    attention: list[AttentionShape] = field(default_factory=list)
-    ffn: list[FfnShape] = field(default_factory=list)
-    other_bytes: int = 0
-    unread: list[str] = field(default_factory=list)
+    calls: list[tuple[AttentionShape | FfnShape, int]]
+    other_bytes: int
+    unread: Sequence[str] = ()
     copies: int = 1
+
+    def of(self, kind: type[_Shape]) -> list[_Shape]:
+        """The calls of one kind, in order."""
+        return [each for each, _ in self.calls if isinstance(each, kind)]
 
 
 class Tracer(WithoutData):
@@ -93,7 +90,8 @@ class Tracer(WithoutData):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = ModelCall()
+        self.calls: list[tuple[AttentionShape | FfnShape, int]] = []
+        self.unread: list[str] = []
         self.peak_outside = 0
         self._is_inside = False
 
@@ -114,7 +112,7 @@ class Tracer(WithoutData):
         try:
             call = HostCall.of(args, kwargs)
         except NotOurs as reason:
-            self.found.unread.append(str(reason))
+            self.unread.append(str(reason))
             return func(*args, **kwargs)
         empty_containers(args, kwargs)
         return call.returned(self.attend(*call.given[:4]))
@@ -123,7 +121,7 @@ class Tracer(WithoutData):
         """Note a call ``[B, H, L, D]``; returns an empty result of its shape."""
         shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
         out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
-        self.found.attention.append(AttentionShape(*shapes, query.dtype, mask is not None, self.live))
+        self.calls.append((AttentionShape(*shapes, query.dtype, mask is not None), self.live))
         return out.transpose(1, 2)
 
     def _sdpa(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -154,7 +152,7 @@ class Tracer(WithoutData):
             if isinstance(x, Tensor) and isinstance(out, Tensor):
                 extra = max(0, inside - before - out.numel() * out.element_size())
                 kind = type(module).__name__
-                self.found.ffn.append(FfnShape(name, kind, tuple(x.shape), x.dtype, extra, self.live))
+                self.calls.append((FfnShape(name, kind, tuple(x.shape), x.dtype, extra), self.live))
             return out
 
         return watched
@@ -162,8 +160,7 @@ class Tracer(WithoutData):
     def run(self, call: Callable[[], Any]) -> ModelCall:
         with torch.no_grad(), SdpaMode(self._sdpa), self:
             call()
-        self.found.other_bytes = self.peak_outside
-        return self.found
+        return ModelCall(self.calls, self.peak_outside, self.unread)
 
 
 class Shadow:
@@ -225,7 +222,6 @@ def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: in
         Exception: whatever the model raises where it cannot be followed.
     """
     tracer = Tracer()
-    tracer.found.copies = copies
     model: Any = Shadow(tracer.shapes).of(patcher.model)
     model.current_patcher = None
     tracer.watch(model.diffusion_model)
@@ -241,4 +237,4 @@ def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: in
         x, sigma, given = arguments(model, latent, prompt, copies)
         model.apply_model(x, sigma, transformer_options=options, **given)
 
-    return tracer.run(call)
+    return tracer.run(call)._replace(copies=copies)

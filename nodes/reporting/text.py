@@ -29,7 +29,7 @@ def report_text(findings: Findings, selftest: str = "") -> str:
     lines = [headline(findings), *_printed(_heads(findings)), "", "--- for a bug report, copy from here ---"]
     lines += ["PASCAL ATTENTION REPORT", *describe_facts(findings.machine)]
     lines += [line(name, value) for name, value in [*findings.host.items(), ("written", when)]]
-    lines += _printed(_sections(findings))
+    lines += _printed(_sections(findings, with_kinds=True))
     if selftest:
         lines += ["", "=== self-test ===", selftest]
     return "\n".join([*lines, "--- to here ---"])
@@ -43,7 +43,7 @@ def draw_report(findings: Findings) -> Image.Image:
     first = Section("", [Row("", gained, "good" if is_good else "")], size=HEADLINE)
     lines = Section("", [Row("", run.line()) for run in runs[:_MOST_LINES]], size=LARGE)
     heads = [first, lines, Section("", [Row("", about, "muted")]), *_heads(findings)]
-    return draw([*heads, *map(_section, findings.shown)])
+    return draw([*heads, *_sections(findings, with_kinds=False)])
 
 
 def headline(findings: Findings) -> str:
@@ -71,17 +71,12 @@ def _heads(findings: Findings) -> Iterator[Section]:
 # ---- the facts of each run -------------------------------------------------------------------------------------------
 
 
-def _sections(findings: Findings) -> Iterator[Section]:
-    """For each run a section that says what happened, and one of its calls by kind."""
+def _sections(findings: Findings, *, with_kinds: bool) -> Iterator[Section]:
+    """Yield a section for each run: what happened, and its calls by kind."""
     for shown in findings.shown:
-        yield _section(shown)
-        if shown.run.tallies:
-            yield Section(f"{shown.title}: calls by kind", _kind_rows(shown.run))
-
-
-def _section(shown: Shown) -> Section:
-    node = "" if shown.run.unique_id is None else f", node {shown.run.unique_id}"
-    return Section(f"{shown.title}{node}, {clock_text(shown.run.started)}", [row for row in _rows(shown) if row.text])
+        rows = [row for row in _rows(shown) if row.text] + (_kind_rows(shown.run) if with_kinds else [])
+        node = "" if shown.run.unique_id is None else f", node {shown.run.unique_id}"
+        yield Section(f"{shown.title}{node}, {clock_text(shown.run.started)}", rows)
 
 
 def _rows(shown: Shown) -> Iterator[Row]:
