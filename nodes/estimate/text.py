@@ -31,8 +31,6 @@ def text_of(found: Figures, latent: Sequence[Sequence[int]]) -> str:
         f"Peak besides the weights: {without} without the patch, {patched} with it.",
         _COUNTED,
     ]
-    if unread := found.call.unread:
-        lines.append(f"{len(unread)} more attention calls could not be read ({unread[0]}).")
     return "\n".join(lines)
 
 

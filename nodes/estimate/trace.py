@@ -16,7 +16,6 @@ from ...pascal_attn_core.ffn.find import find_ffn
 from ...pascal_attn_core.observe.memory import is_uncounted, uncounted
 from ...pascal_attn_core.observe.without_data import WithoutData
 from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
-from ..comfy.layout import HostCall, NotOurs, empty_containers
 from ..reporting.words import dtype_text
 from .inputs import Latent, arguments
 
@@ -71,13 +70,11 @@ class ModelCall(NamedTuple):
     Attributes:
         calls: each call in order, and the bytes of the model's own tensors beside it, its result among them.
         other_bytes: most bytes of the model's own tensors at once, outside of these calls.
-        unread: attention calls whose shapes could not be read, and why.
         copies: prompts in one batch.
     """
 
     calls: list[tuple[AttentionShape | FfnShape, int]]
     other_bytes: int
-    unread: Sequence[str] = ()
     copies: int = 1
 
     def of(self, kind: type[_Shape]) -> list[_Shape]:
@@ -91,7 +88,6 @@ class Tracer(WithoutData):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[AttentionShape | FfnShape, int]] = []
-        self.unread: list[str] = []
         self.peak_outside = 0
         self._is_inside = False
 
@@ -105,36 +101,17 @@ class Tracer(WithoutData):
         if not self._is_inside:
             self.peak_outside = max(self.peak_outside, self.live)
 
-    # ---- attention ----
-
-    def override(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Put at ``optimized_attention_override``: notes the call's shape and returns a result without data."""
-        try:
-            call = HostCall.of(args, kwargs)
-        except NotOurs as reason:
-            self.unread.append(str(reason))
-            return func(*args, **kwargs)
-        empty_containers(args, kwargs)
-        return call.returned(self.attend(*call.given[:4]))
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Note a call ``[B, H, L, D]``; returns an empty result of its shape."""
-        shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-        out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
-        self.calls.append((AttentionShape(*shapes, query.dtype, mask is not None), self.live))
-        return out.transpose(1, 2)
-
-    def _sdpa(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """A call of torch's function by a model that bypasses the override."""
+    def attend(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Note a call of torch's function; returns a result without data, laid out as ComfyUI's reshape wants it."""
         call = bind_sdpa(args, kwargs)
         if isinstance(call, str):
             return TORCH_SDPA(*args, **kwargs)  # which raises its own error
         # [*batch, H, N, D] with one leading dimension
         query, key, value = (t.flatten(0, -4) if t.dim() > 4 else t[(None,) * (4 - t.dim())] for t in call[:3])
-        out = self.attend(query, key, value, call.attn_mask)
+        shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+        out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])).transpose(1, 2)
+        self.calls.append((AttentionShape(*shapes, query.dtype, call.attn_mask is not None), self.live))
         return out.reshape(*call.query.shape[:-3], *out.shape[-3:])
-
-    # ---- feed-forward ----
 
     def watch(self, network: nn.Module) -> None:
         for name, module, state, _ in find_ffn(network):
@@ -158,9 +135,9 @@ class Tracer(WithoutData):
         return watched
 
     def run(self, call: Callable[[], Any]) -> ModelCall:
-        with torch.no_grad(), SdpaMode(self._sdpa), self:
+        with torch.no_grad(), SdpaMode(self.attend), self:
             call()
-        return ModelCall(self.calls, self.peak_outside, self.unread)
+        return ModelCall(self.calls, self.peak_outside)
 
 
 class Shadow:
@@ -215,6 +192,13 @@ class Shadow:
         return nn.Parameter(empty, requires_grad=False) if is_parameter else empty
 
 
+def _by_sdpa(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """ComfyUI's attention by torch's function, which the tracer sees, whichever it would use itself."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    return attention_pytorch(*args, **kwargs)
+
+
 def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: int) -> ModelCall:
     """Trace one call of the patcher's model as the sampler would make it, with ``copies`` prompts in one batch.
 
@@ -226,8 +210,7 @@ def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: in
     model.current_patcher = None
     tracer.watch(model.diffusion_model)
     options = {
-        # a closure, for hosts that look for attributes of an override
-        "optimized_attention_override": lambda func, *args, **kwargs: tracer.override(func, *args, **kwargs),
+        "optimized_attention_override": _by_sdpa,
         "cond_or_uncond": list(range(copies)),
         "sigmas": torch.full((1,), float(model.model_sampling.sigma_max)),
         "sample_sigmas": torch.linspace(float(model.model_sampling.sigma_max), 0.0, 3),
