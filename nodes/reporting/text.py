@@ -130,8 +130,10 @@ def _memory_text(run: Run) -> str:
 
 def _kind_rows(run: Run) -> list[Row]:
     """A row for each kind of call."""
-    kinds = kinds_of(run)
-    rows = [Row(kind.outcome if kind.is_taken else "passed", _kind_text(kind, *found)) for kind, *found in kinds]
+    rows = [
+        Row(kind.outcome if kind.is_taken else "passed", _kind_text(kind, tally, blocks))
+        for kind, tally, blocks in kinds_of(run)
+    ]
     more = [Row("...", f"and {len(rows) - _MOST_KINDS} more kinds of calls")] if len(rows) > _MOST_KINDS else []
     return rows[:_MOST_KINDS] + more
 
