@@ -127,7 +127,6 @@ class Run:
         peak_bytes: most memory seen on one device during the run; None if not known.
         sample: rows of the largest call, for the exactness check; exactness: its result, see ``reporting.exactness``.
         compared: by kind of call, how far our first answer was from ComfyUI's own; None where it was not compared.
-        came_before: calls that came to an override set before ours which runs first.
         lock: to be held while a tally is changed.
     """
 
@@ -149,7 +148,6 @@ class Run:
     started: float = field(default_factory=time.time)
     elapsed_s: float = 0.0
     finished: bool = False
-    came_before: int = 0
     compared: dict[Hashable, Difference | None] = field(default_factory=dict, repr=False)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)

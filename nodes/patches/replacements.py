@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ...pascal_attn_core.call import Arguments
 from ..comfy.by_name import Attention
 from ..comfy.objects import Replacements, replaced_by_others
-from ..engine.compare import Difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
 from ..reporting import gain
@@ -90,20 +89,16 @@ def channels_first(engine: Engine, scope: Scope, place: Place, previous: Attenti
     """In place of ``previous(q, k, v)`` of a VAE: one head over tensors ``[B, C, *positions]``."""
 
     def attention_by_pascal_attn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def as_given(ours: Tensor) -> Tensor:
-            return ours.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
-
-        def compare(ours: Tensor) -> Difference | None:
-            return whole(previous, (query, key, value), as_given(ours))
-
         out = None
         with scope.inside():
             if args or kwargs or query.dim() < 3:
                 engine.leave(place, "its arguments are not known")
             else:
                 q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
-                out = engine.attend(Arguments(q, k, v), place, compare=compare)
-            return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
+                out = engine.attend(Arguments(q, k, v), place)
+            if out is None:
+                return previous(query, key, value, *args, **kwargs)
+            return out.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
 
     return attention_by_pascal_attn
 

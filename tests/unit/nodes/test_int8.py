@@ -1,5 +1,6 @@
 """The node Pascal 8-Bit and what stands behind it, without ComfyUI; with it: tests/host/comfyui."""
 
+import functools
 import gc
 import importlib
 import itertools
@@ -196,7 +197,7 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
         before.append(kwargs.get("mask"))
         return func(*args, **kwargs)
 
-    override, mask = ATTENTION.make_override(layers, previous, "replace it"), torch.randn(90, 90)
+    override, mask = OVERRIDE.make_override(layers, layers.answer, previous, "replace it"), torch.randn(90, 90)
     exact = host_attention(*plain, 2)
 
     def model() -> list[Tensor]:
@@ -238,10 +239,10 @@ def test_a_mask_that_another_pack_adds_counts_in_every_order(order: tuple[str, .
                 return func(*args, **kwargs) if before is None else before(func, *args, **kwargs)
 
         elif name == "8-bit":
-            override = ATTENTION.make_override(layers, override)
+            override = OVERRIDE.make_override(layers, layers.answer, override)
         else:
-            behind = override is not None
-            override = OVERRIDE.make_override(engine, OVERRIDE.Scope(), override, runs_first=behind)
+            answer = functools.partial(OVERRIDE.by_engine, engine, OVERRIDE.Scope())
+            override = OVERRIDE.make_override(engine, answer, override)
     masked, plain = host_attention(query, key, value, 2, allowed), host_attention(query, key, value, 2)
     for _ in range(2):
         found = call_of(override, query, key, value)
