@@ -190,6 +190,7 @@ class Float16Layers(injection.Injection):
 
 def _in_float16(patched: Any, unique_id: str | None) -> str:
     """Let the linear layers of a fresh clone run in float16. Returns a sentence about them."""
-    layers = Float16Layers(Float16Binding(), host.name_of_model(patched.model), "float16 linear layers", unique_id)
+    binding = Float16Binding(max_error=0.002)
+    layers = Float16Layers(binding, host.name_of_model(patched.model), "float16 linear layers", unique_id)
     injection.install(patched, layers)
-    return f"not exact: linear layers in float16, error at most {layers.binding.options.max_error:.1%}"
+    return f"not exact: linear layers in float16, error at most {binding.options.max_error:.1%}"

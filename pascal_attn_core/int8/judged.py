@@ -1,7 +1,7 @@
 """Judged: the judge of a layer that is not exact, in 8 bits or in float16. The layer waits for inputs and is measured
 with them. It is on as long as its error stays within the limit.
 
-waiting -> judged by its first inputs, or by those of ``calibrate`` -> on, or refused
+waiting -> judged by its first inputs -> on, or refused
 on -> measured again when :mod:`.watch` says so, or when its weight is another one -> on, or refused (it went back)
 """
 
@@ -43,7 +43,6 @@ class Int8Options:
 
     Attributes:
         only_faster: whether layers that are not faster in 8 bits stay in float.
-        gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
         has_warned: whether a weight was found to be trained.
         times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
         room: bytes on a device that float weights have left, for weights in 8 bits whose float weights are elsewhere.
@@ -54,7 +53,6 @@ class Int8Options:
     clock: Clock
     only_faster: bool = False
     enabled: bool = True
-    gathers: bool = False
     has_warned: bool = False
     times: dict[Hashable, Times] = field(default_factory=dict)
     room: Counter[torch.device] = field(default_factory=Counter)
@@ -133,9 +131,9 @@ class Judged:
                 if is_new and self._admits(found):
                     time()
                 self.watch.saw(found)
-                if is_new and not self.options.gathers:
-                    self.decide()
-                elif not (is_new or self._admits(found)):
+                if is_new:
+                    self._decide(found)
+                elif not self._admits(found):
                     self._exceeds(found)
         except out_of_memory():  # it is measured, or goes back, in a later call
             if is_new:
@@ -149,19 +147,15 @@ class Judged:
         what, error = ("its error", found.error) if is_whole else (f"its error in one row of {RARE}", found.rows)
         return f"{what} {error:.2%}{f' in call {call}' if call else ''} is above {limit:.2%}"
 
-    def decide(self) -> None:
-        """Decide by the largest error that was measured, and by the times; without an error, the layer waits on."""
-        with self.options.lock:
-            errors, times = self.watch.largest, self.times
-            if errors is None or self.state != WAITING:
-                return
-            if not self._admits(errors):
-                self.refuse(self._excess(errors))
-            elif self.options.only_faster and times is not None and not times.after < times.before:
-                self.refuse(f"not faster: {times.after:.2f} ms, {times.before:.2f} ms as it was")
-            else:
-                self.start()
-                self.state, self.why = ON, ""
+    def _decide(self, found: Errors) -> None:
+        times = self.times
+        if not self._admits(found):
+            self.refuse(self._excess(found))
+        elif self.options.only_faster and times is not None and not times.after < times.before:
+            self.refuse(f"not faster: {times.after:.2f} ms, {times.before:.2f} ms as it was")
+        else:
+            self.start()
+            self.state, self.why = ON, ""
 
     def start(self) -> None:
         """The layer is about to be on."""

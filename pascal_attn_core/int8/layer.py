@@ -224,16 +224,11 @@ class Int8Layer(Judged):
         return ""
 
     def _measure(self, x: Tensor, read: Callable[[], FloatWeight], rows: int) -> Errors:
-        """The errors of a call of a layer that waits, with the better rotation so far."""
+        """The errors of a call of a layer that waits, with the better rotation."""
         with torch.autocast(x.device.type, enabled=False):
-            self._note(errors_by_rotation(sample_of(x, rows, seed=0), stored.values(read().matrix)))
+            self._errors = errors_by_rotation(sample_of(x, rows, seed=0), stored.values(read().matrix))
         self.rotation = best_rotation(self._errors, self.options.max_error)
-        self.watch.forget()  # the calls before are among these
         return self._errors[self.rotation]
-
-    def _note(self, errors: dict[int, Errors]) -> None:
-        for size, found in errors.items():
-            self._errors[size] = found.or_larger(self._errors.get(size))
 
     def _time(self, x: Tensor, read: Callable[[], FloatWeight]) -> None:
         weight = stored.values(read().matrix)
@@ -307,7 +302,7 @@ class Int8Layer(Judged):
         if module is None or self.weight is None:
             return None
         errors = errors_by_rotation(sample, exact)
-        self._note(errors)
+        self._errors = {size: found.or_larger(self._errors.get(size)) for size, found in errors.items()}
         rotation = best_rotation(self._errors, self.options.max_error)
         if rotation == self.rotation or not self._errors[rotation].judged <= self.options.max_error:
             return None

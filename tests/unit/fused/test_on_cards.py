@@ -341,7 +341,7 @@ def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
 
     cards.believe(cards.CARDS[NVIDIA[0]])
     trial._CODE = _FAULT.replace("{", "{{").replace("}", "}}")
-    site, query = AttentionSite("layer", "Attention", AttentionBinding().options), _numbers()
+    site, query = AttentionSite("layer", "Attention", AttentionBinding(max_error=0.02).options), _numbers()
     assert site.attend(Arguments(query, query, query)) is None
     assert site.line().state == "refused"
     assert site.why.startswith("the 8-bit kernel is left off: its check in a process of its own failed"), site.why
