@@ -73,7 +73,7 @@ class GgufLayer(Int8Layer):
             if self.state != WAITING or self._meets(x, weight):
                 measure = functools.partial(self._error, x, weight)
                 self.look((x,), measure, functools.partial(self._time_ways, x, weight, bias))
-        out, lora = linear(x, weight, bias, *[product] * (is_real and self.is_on)), self.source.lora_on(x.device)
+        out, lora = linear(x, weight, bias, *[product] * (is_real and self.is_on)), self.source.lora
         return out if lora is None else out + lora(x)
 
     def _meets(self, x: Tensor, weight: GgufMatrix) -> bool:

@@ -18,7 +18,7 @@ from ..contest.ways import Way
 from ..machine.out_of_memory import is_out_of_memory, out_of_memory
 from ..machine.own_thread import in_backward
 from ..patching.patch import ON, REFUSED, WAITING
-from ..reference.int8_rows import Int8Matrix, quantize_rows
+from ..reference.int8_rows import quantize_rows
 from . import stored
 from .backends import backend_for
 from .exchange import Exchange, FloatWeight, Source, ordinary_tensors
@@ -143,12 +143,8 @@ class Int8Layer(Judged):
         found = self.source.read(module, self.device)
         matrix = quantize_rows(stored.values(found.matrix), self.rotation)
         self._unhook(module)
-        self._put(module, found, matrix)
-
-    def _put(self, module: nn.Module, found: FloatWeight, matrix: Int8Matrix) -> None:
         parameter = module._parameters["weight"]
         assert parameter is not None
-        self.device = matrix.codes.device
         is_elsewhere = self.device.type != parameter.device.type
         weights = "keep" if is_elsewhere else self.options.weights
         if is_elsewhere:
@@ -158,11 +154,9 @@ class Int8Layer(Judged):
                 matrix = matrix.to(torch.device("cpu"))
         elif weights != "keep":
             self.options.room[self.device] += self.float_bytes - self.int8_bytes
-        in_float = InFloat(found.original if weights != "free" else None, self.source.lora_on(self.device))
+        in_float = InFloat(found.original if weights != "free" else None, self.source.lora)
         weight = Int8Weight(matrix, parameter.dtype, in_float=in_float, follows=weights == "keep", layer=self)
-        exchange = Exchange(weights)
-        exchange.put(module, found, weight)
-        self._exchange = exchange
+        self._exchange = Exchange(module, found, weight, weights)
         module._register_state_dict_hook(Hook(self, "on_state_dict"))
 
     def _unhook(self, module: nn.Module, *kinds: dict[int, Any]) -> None:

@@ -24,24 +24,19 @@ from .product import int8_linear
 
 class LowRank:
     """Adapters beside a weight: ``x -> x down^T up^T``, in x's dtype, with down float ``[R, K]``, and up float
-    ``[N, R]``, which holds the adapter's factor."""
+    ``[N, R]``, which holds the adapter's factor. They stay on the device of the last x."""
 
     def __init__(self, down: Tensor, up: Tensor):
-        if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
-            raise ValueError(f"down and up must be [R, K] and [N, R], got {list(down.shape)} and {list(up.shape)}")
         self.down, self.up = down, up
 
     def __call__(self, x: Tensor) -> Tensor:
-        down, up = (part.to(x.device, x.dtype) for part in (self.down, self.up))
-        return F.linear(F.linear(x, down), up)
+        if self.down.device != x.device:
+            self.down, self.up = self.down.to(x.device), self.up.to(x.device)
+        return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype))
 
     def matrix(self) -> Tensor:
         """The matrix that it adds to the weight, float32 ``[N, K]``."""
         return self.up.float() @ self.down.float()
-
-    def to(self, device: torch.device) -> LowRank:
-        """This adapter on a device."""
-        return LowRank(self.down.to(device), self.up.to(device))
 
 
 def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> LowRank | None:
@@ -140,7 +135,7 @@ class Int8Weight(Tensor):
     def float_matrix(self) -> Tensor:
         """The matrix with what its adapters add, in the weight's dtype, on its device."""
         matrix = self.own_matrix()
-        return matrix if self.lora is None else (matrix.float() + self.lora.to(self.device).matrix()).to(self.dtype)
+        return matrix if self.lora is None else (matrix.float() + self.lora.matrix().to(self.device)).to(self.dtype)
 
     def own_matrix(self) -> Tensor:
         """The matrix without its adapters."""
