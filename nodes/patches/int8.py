@@ -123,7 +123,7 @@ class Int8Layers(Injection):
 
     def begin(self, patcher: Any) -> None:
         self.binding.restart()
-        self.files.restart()
+        self.files.calls = 0
         if attention := _attention_of(patcher):
             attention.restart()
 

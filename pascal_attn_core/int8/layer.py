@@ -97,7 +97,6 @@ class Int8Layer(Judged):
         elif self.state == ON:
             line = line._replace(why=line.why or (_COMPILED if self.is_compiled else self.source.note))
         return line._replace(
-            is_compiled=self.is_compiled and line.state == ON,
             rotation=self.rotation,
             way=self.backend.name,
             why_way=self.backend.why,

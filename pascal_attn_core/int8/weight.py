@@ -143,10 +143,6 @@ class Int8Weight(Tensor):
             return stored.values(self.original, self.device).to(self.dtype)
         return self.matrix.float().to(self.dtype)
 
-    def matrix_on(self, device: torch.device) -> Int8Matrix:
-        """The integers on a device; copied there if they are elsewhere."""
-        return self.matrix if self.matrix.codes.device == device else self.matrix.to(device, non_blocking=True)
-
     def rows(self, some: Tensor | slice, device: torch.device) -> tuple[Tensor, Int8Matrix]:
         """The rows ``some`` of the float matrix without its adapters and of the one in 8 bits, on a device."""
         codes, scales, rotation = self.matrix
@@ -271,8 +267,8 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
         if not isinstance(weight, Int8Weight):
             return F.linear(x, weight.to(x.device, x.dtype), bias)
     if weight.runs_in_int8:
-        bias = bias if bias is None or bias.device == x.device else bias.to(x.device)
-        out = int8_linear(x, weight.matrix_on(x.device), bias)
+        bias = None if bias is None else bias.to(x.device)
+        out = int8_linear(x, weight.matrix.to(x.device, non_blocking=True), bias)
     else:
         out = F.linear(x, weight.own_matrix().to(x.device, x.dtype), None if bias is None else bias.to(x.dtype))
     return out if weight.lora is None else out + weight.lora(x)

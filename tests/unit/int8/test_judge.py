@@ -329,7 +329,6 @@ def test_a_compiled_layer_is_not_counted_as_watched() -> None:
     torch.compile(model, backend="aot_eager")(x)
     (line,) = patch.report().lines
     assert line.why == "compiled calls are neither counted nor measured"
-    assert "1 compiled, whose calls are neither counted nor measured" in patch.report().sentence()
 
 
 @torch.no_grad()
