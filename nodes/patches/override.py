@@ -21,7 +21,7 @@ from ..comfy.layout import HostCall, NotOurs, empty_containers, has_containers, 
 from ..comfy.others import AUTO, runs_first
 from ..engine.compare import Difference, with_host
 from ..engine.engine import Engine
-from ..engine.runs import Place, block_name
+from ..engine.runs import block_name
 
 Answer = Callable[[Attention, "Attention | None", tuple, dict[str, Any]], Any]
 
@@ -136,16 +136,16 @@ def by_engine(
     """Answer a call by an engine, or by those before us. What either calls is part of this call."""
     is_compiling = torch.compiler.is_compiling()
     if is_compiling:  # nothing is named or counted in a graph
-        out = in_host_layout(engine, Place(), func, args, kwargs)
+        out = in_host_layout(engine, "", func, args, kwargs)
         if out is not None:
             return out
     else:
-        place = Place(block_name(kwargs.get("transformer_options")) or scope.next_name())
+        block = block_name(kwargs.get("transformer_options")) or scope.next_name()
     local = scope.local
     before, local.inside = local.inside, True
     try:
         if not is_compiling:
-            out = in_host_layout(engine, place, func, args, kwargs)
+            out = in_host_layout(engine, block, func, args, kwargs)
         return pass_to(func, previous, args, kwargs) if out is None else out
     finally:
         local.inside = before
@@ -204,13 +204,13 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if scope.local.inside or any(type(tensor) not in (*PLAIN, Banded) for tensor in tensors):
         return TORCH_SDPA(*args, **kwargs)
-    place, given = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
+    block, given = scope.next_name(), bind_sdpa(args, kwargs)
     if isinstance(given, str) or given.dropout_p:
-        engine.leave(place, given if isinstance(given, str) else "it has dropout")
+        engine.leave(block, given if isinstance(given, str) else "it has dropout")
         return TORCH_SDPA(*args, **kwargs)
     with scope.inside():
         given = given._replace(is_causal=bool(given.is_causal), enable_gqa=bool(given.enable_gqa))
-        out = engine.attend(given, place)
+        out = engine.attend(given, block)
     return TORCH_SDPA(*args, **kwargs) if out is None else out
 
 
@@ -218,13 +218,12 @@ def _attend_by_name(engine: Engine, scope: Scope, function: Attention, args: tup
     """One call of a function of the host that has bypassed the override."""
     if scope.local.inside:
         return function(*args, **kwargs)
-    via = "by name" if engine.part == "diffusion model" else engine.part
     with scope.inside():
-        out = in_host_layout(engine, Place(scope.next_name(), via), function, args, kwargs)
+        out = in_host_layout(engine, scope.next_name(), function, args, kwargs)
         return function(*args, **kwargs) if out is None else out
 
 
-def in_host_layout(engine: Engine, place: Place, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
+def in_host_layout(engine: Engine, block: str, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A call of the host's attention function, its result in the host's layout; None where it is left to others.
 
     function: what the host would call; a few rows of the first call of each kind are compared with its answer.
@@ -232,20 +231,20 @@ def in_host_layout(engine: Engine, place: Place, function: Attention, args: tupl
     kind = None
     try:
         kind = signature(args, kwargs)
-        if engine.is_left(place, kind):
+        if engine.is_left(block, kind):
             return None
         call = HostCall.of(args, kwargs)
     except NotOurs as reason:
-        engine.leave(place, str(reason), kind)
+        engine.leave(block, str(reason), kind)
         return None
     except Exception as error:  # an unforeseen call is the host's, whatever is wrong with it
-        engine.leave_unread(place, error)
+        engine.leave_unread(block, error)
         return None
 
     def compare(ours: Tensor) -> Difference | None:
         return with_host(function, args, kwargs, call.returned(ours))
 
-    out = engine.attend(call.given, place, kind, compare)
+    out = engine.attend(call.given, block, kind, compare)
     if out is None:
         return None
     if has_containers(args, kwargs):
