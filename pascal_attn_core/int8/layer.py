@@ -302,7 +302,7 @@ class Int8Layer(Judged):
         with ordinary_tensors():
             matrix = quantize_rows(exact, rotation)
             self.backend, self.times, self.rotation = backend_for(x, matrix), None, rotation
-            rotated = weight.with_matrix(matrix.to(weight.device))
+            rotated = weight.like(matrix.to(weight.device), weight.in_float)
             module._parameters["weight"] = nn.Parameter(rotated, requires_grad=False)
         return errors[rotation]
 

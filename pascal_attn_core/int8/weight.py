@@ -149,16 +149,9 @@ class Int8Weight(Tensor):
         matrix = Int8Matrix(codes[some], scales[some], rotation).to(device)
         return (matrix.float() if self.original is None else stored.values(self.original)[some].to(device)), matrix
 
-    def like(self, matrix: Int8Matrix, dtype: torch.dtype | None = None, original: Tensor | None = None) -> Int8Weight:
-        """Another weight for the same layer."""
-        in_float = InFloat(original, self.lora)
+    def like(self, matrix: Int8Matrix, in_float: InFloat, dtype: torch.dtype | None = None) -> Int8Weight:
+        """Another weight for the same layer; an alias where it has the same ``in_float``."""
         return Int8Weight(matrix, dtype or self.dtype, in_float=in_float, follows=self.follows, layer=self.layer)
-
-    def with_matrix(self, matrix: Int8Matrix) -> Int8Weight:
-        """An alias with other integers for the same float values."""
-        alias = self.like(matrix)
-        alias.in_float = self.in_float
-        return alias
 
     def write(self, values: Tensor) -> None:
         """Take other values, ``[N, K]`` of any float dtype."""
@@ -184,8 +177,8 @@ class Int8Weight(Tensor):
             original = self.original
             if original is not None:  # it stays where it is: on the device, or in host memory
                 original = values.detach().to(values.device if self.follows else original.device, copy=True)
-            values = self.like(quantize_rows(values.detach(), self.matrix.rotation), values.dtype, original)
-            values.in_float.lora = None
+            matrix = quantize_rows(values.detach(), self.matrix.rotation)
+            values = self.like(matrix, InFloat(original, None), values.dtype)
         with torch._C.DisableTorchFunctionSubclass():
             _SET_DATA(self, values)
         self.matrix, self.in_float, self.follows = values.matrix, values.in_float, values.follows
@@ -312,12 +305,12 @@ def _each(func: Any, weight: Int8Weight, *args: Any, dtype: torch.dtype | None =
     original = weight.original
     if original is not None and weight.follows:
         original = func(original.detach(), *args, **kwargs, **({} if dtype is None else {"dtype": dtype}))
-    return weight.like(matrix, dtype, original)
+    return weight.like(matrix, InFloat(original, weight.lora), dtype)
 
 
 def _alias(func: Any, weight: Int8Weight) -> Int8Weight:
     codes, scales, rotation = weight.matrix
-    return weight.with_matrix(Int8Matrix(func(codes), func(scales), rotation))
+    return weight.like(Int8Matrix(func(codes), func(scales), rotation), weight.in_float)
 
 
 def _moved(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
@@ -336,7 +329,7 @@ def _empty_like(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
         return torch.empty(weight.shape, dtype=dtype, device=device)
     codes, scales, rotation = weight.matrix
     matrix = Int8Matrix(torch.empty_like(codes, device=device), torch.empty_like(scales, device=device), rotation)
-    return weight.like(matrix, dtype)
+    return weight.like(matrix, InFloat(None, weight.lora), dtype)
 
 
 def _copy(func: Any, target: Int8Weight, source: Any, non_blocking: bool = False) -> Int8Weight:

@@ -30,25 +30,29 @@ def network() -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
+def settings(include: str = "", exclude: str = "", max_error: float = 0.05) -> Any:
+    return int8.Int8Settings(max_error, include, exclude, "host", "off")
+
+
 WITHOUT_TWO = (*range(1, 9), 10)
 
 
 @pytest.mark.parametrize(
     ("include", "exclude", "expected"),
     [
-        ((), (), {f"blocks.{i}.{part}" for i in range(11) for part in ("attn", "ff")}),
-        (("blocks.1",), (), {"blocks.1.attn", "blocks.1.ff"}),  # not blocks.10
-        (("*.1?.*",), (), {"blocks.10.attn", "blocks.10.ff"}),
-        (("ff", "time_embed"), ("blocks.0", "*.9.*"), {f"blocks.{i}.ff" for i in WITHOUT_TWO} | {"time_embed.0"}),
-        (("none",), (), set()),
-        (("diffusion_model.blocks.1",), (), {"blocks.1.attn", "blocks.1.ff"}),  # as in files and LoRAs
-        (("model.diffusion_model.*.10.*",), (), {"blocks.10.attn", "blocks.10.ff"}),
-        (("diffusion_model.blocks.0.ff.weight",), (), {"blocks.0.ff"}),
+        ("", "", {f"blocks.{i}.{part}" for i in range(11) for part in ("attn", "ff")}),
+        ("blocks.1", "", {"blocks.1.attn", "blocks.1.ff"}),  # not blocks.10
+        ("*.1?.*", "", {"blocks.10.attn", "blocks.10.ff"}),
+        ("ff, time_embed", "blocks.0; *.9.*", {f"blocks.{i}.ff" for i in WITHOUT_TWO} | {"time_embed.0"}),
+        ("none", "", set()),
+        ("diffusion_model.blocks.1", "", {"blocks.1.attn", "blocks.1.ff"}),  # as in files and LoRAs
+        ("model.diffusion_model.*.10.*", "", {"blocks.10.attn", "blocks.10.ff"}),
+        ("diffusion_model.blocks.0.ff.weight", "", {"blocks.0.ff"}),
     ],
 )
-def test_patterns_choose_blocks_and_layers(include: Any, exclude: Any, expected: set[str]) -> None:
+def test_patterns_choose_blocks_and_layers(include: str, exclude: str, expected: set[str]) -> None:
     model = network()
-    report = int8.binding_for(model, (0.05, include, exclude, "host", False)).report(model)
+    report = int8.binding_for(model, settings(include, exclude)).report(model)
     assert {line.name for line in report.of("waiting")} == expected
 
 
@@ -63,10 +67,10 @@ def test_a_pattern_that_no_layer_matches_is_named_before_the_run() -> None:
 
 
 def test_the_same_options_on_the_same_model_go_on_with_what_was_measured() -> None:
-    model, options = network(), (0.05, (), (), "host", False)
+    model, options = network(), settings()
     binding = int8.binding_for(model, options)
-    assert int8.binding_for(model, (0.05, (), (), "host", False)) is binding
-    assert int8.binding_for(model, (0.04, (), (), "host", False)) is not binding
+    assert int8.binding_for(model, settings()) is binding
+    assert int8.binding_for(model, settings(max_error=0.04)) is not binding
     assert int8.binding_for(network(), options) is not binding
     binding.attach(model)
     model["blocks"][0]["ff"](torch.randn(8, 64))
