@@ -8,9 +8,9 @@ from typing import Any
 from ..pascal_attn_core.int8.float16 import Float16Binding
 from ..pascal_attn_core.patching.patch import UNABLE
 from .comfy import host, inputs, others
+from .comfy.objects import count_blocks
 from .comfy.others import AUTO
 from .comfy.prompt import without_effect
-from .comfy.sites import count_blocks
 from .eight_bit import DEFAULTS
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.runs import Run

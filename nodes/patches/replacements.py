@@ -1,4 +1,4 @@
-"""Functions that take the place of attention in the modules of a model; ``comfy.sites`` finds where."""
+"""Functions that take the place of attention in the modules of a model; ``comfy.objects`` finds where."""
 
 from __future__ import annotations
 

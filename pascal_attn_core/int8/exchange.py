@@ -72,7 +72,8 @@ class Exchange:
         parameter = module._parameters["weight"]
         assert parameter is not None
         self._home, self._at, self._requires_grad = parameter.device, weight.device, parameter.requires_grad
-        self.parameter, self._original = (None, None) if weights == "free" else (parameter, found.original)
+        self.parameter = None if weights == "free" else parameter
+        self._original = None if weights == "free" else found.original
         if weights == "host":
             moved = self.parameter = _moved(parameter, torch.device("cpu"), parameter.dtype)
             if self._original is parameter:

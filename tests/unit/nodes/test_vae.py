@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from attn_support.comfy.stub import Patcher, StubHost, host_attention, make_engine, node_module, vae_attention
 from torch import Tensor, nn
 
-objects, attention, sites = map(node_module, ("comfy.objects", "patches.replacements", "comfy.sites"))
+objects, attention = map(node_module, ("comfy.objects", "patches.replacements"))
 Scope, OVERRIDE = node_module("patches.override").Scope, node_module("comfy.by_name").OVERRIDE
 pytestmark = pytest.mark.usefixtures("stub_host")
 
@@ -110,8 +110,8 @@ class T5LayerSelfAttention(nn.Module):
 def test_the_modules_that_compute_attention_are_found() -> None:
     projections = nn.ModuleDict({"to_q": nn.Linear(8, 8), "to_k": nn.Linear(8, 8)})
     model = nn.ModuleDict({"held": Held(), "layer": T5LayerSelfAttention(), "named": projections, "plain": nn.ReLU()})
-    assert [name for name, module in model.named_modules() if sites.attributes(module)] == ["held"]
-    assert [name for name, module in model.named_modules() if sites.is_innermost(module)] == ["layer.inner", "named"]
+    assert [name for name, module in model.named_modules() if objects.attributes(module)] == ["held"]
+    assert [name for name, module in model.named_modules() if objects.is_innermost(module)] == ["layer.inner", "named"]
 
 
 @pytest.fixture
