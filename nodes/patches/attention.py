@@ -10,7 +10,6 @@ from ..comfy.by_name import OVERRIDE
 from ..comfy.host import KEY
 from ..comfy.others import AUTO, REPLACE, name_of, runs_first
 from ..engine.engine import Engine
-from ..engine.runs import PASSED, TAKEN
 from ..reporting import gain
 from .int8_attention import layers_in
 from .override import Scope, by_engine, engine_of, make_override, make_wrapper, previous_of
@@ -44,9 +43,10 @@ def install(patched: Any, engine: Engine, earlier: str, *, whole_model: bool) ->
         patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, memory_required.preparing)
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, memory_required.batching)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda patcher: _before_run(engine, patcher))
-    after = functools.partial(_after_run, engine, before=before, behind=behind)
+    other = "" if before is None else f"{name_of(before)} {'runs before this node' if behind else 'is replaced'}"
+    after = functools.partial(_after_run, engine, other=other, behind=behind)
     patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, after)
-    return "" if before is None else f"{name_of(before)} {'runs before this node' if behind else 'is replaced'}"
+    return other
 
 
 def _before_run(engine: Engine, patcher: Any) -> None:
@@ -54,7 +54,7 @@ def _before_run(engine: Engine, patcher: Any) -> None:
     engine.begin()
 
 
-def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
+def _after_run(engine: Engine, patcher: Any, other: str, behind: bool) -> None:
     if not engine.is_running:  # something failed before the sampling began
         return
     current = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
@@ -65,19 +65,11 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
         run.note("every attention call was computed in 8 bits, by Pascal 8-Bit")
     elif run.count() == 0 and not engine.failure:
         engine.warn(f"no attention call reached the patch: {_why_none(engine, current, behind)}")
-    if before is not None and run.count():
-        run.note(_beside(name_of(before), behind, run))
+    if other and run.count():
+        run.note(f"{other} ('earlier_patch' changes the order)")
     finished = engine.end()
     if finished is not None:
         gain.say(finished)
-
-
-def _beside(name: str, behind: bool, run: Any) -> str:
-    taken, passed = run.count(TAKEN), run.count(PASSED)
-    what = f"only computes attention and is replaced: this patch took {taken:,} calls, the other {passed:,}"
-    if behind:
-        what = f"may change the result and runs first: it passed {run.count():,} calls on to this patch"
-    return f"{name}, set before this patch, {what} ('earlier_patch' changes the order)"
 
 
 def _why_none(engine: Engine, current: Any, behind: bool) -> str:

@@ -26,27 +26,21 @@ KEY = f"{host.KEY}_int8"
 ON_A_CPU = "attention stays exact: on a CPU 8 bits are slow, and for checks only"
 
 
-class _Names(threading.local):
-    """How often each block has called attention in the model call in progress."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
-
-
 class AttentionLayers(AttentionBinding):
     """The attention layers of one model, known by the block that a call comes from and by its number within the
     block."""
 
     def __init__(self, max_error: float):
         super().__init__(max_error=max_error)
-        self._layers, self._names = {}, _Names()
+        self._layers = {}
+        self._local = threading.local()  # seen: how often each block has called attention in this model call
 
     def report(self, model: Any = None) -> Int8Report:
         return self.report_of([site.line() for site in self._layers.values()])
 
     def around_model(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """For ``add_wrapper_with_key``: a call of the model begins."""
-        self._names.seen.clear()
+        self._local.seen = Counter()
         return executor(*args, **kwargs)
 
     def attend(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -73,7 +67,7 @@ class AttentionLayers(AttentionBinding):
         return pass_to(func, rest, args, kwargs) if out is None else out
 
     def _site(self, options: dict[str, Any] | None) -> AttentionSite:
-        block, seen = block_name(options) or "call", self._names.seen
+        block, seen = block_name(options) or "call", vars(self._local).setdefault("seen", Counter())
         seen[block] += 1
         name = block if seen[block] == 1 else f"{block} ({seen[block]})"
         return self._layers.setdefault(name, AttentionSite(name, "attention", self.options))
