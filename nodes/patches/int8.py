@@ -158,7 +158,7 @@ def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any,
     reports = layers.reports(patched)
     first, more = f"{layers.subject}: {layers.settings}", []
     if wanted.linear_layers:
-        first = status(reports[0], layers.subject, layers.settings)
+        first = f"{reports[0].able} linear layers of {layers.subject} for int8, {layers.settings}"
         more = [unmatched(network, patterns(f"{wanted.include},{wanted.exclude}")), layers.files.text()]
         if more[0]:
             log.warning("pascal_attn: %s: %s", layers.subject, more[0])
@@ -167,12 +167,6 @@ def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any,
     texts = [report.text() for report in reports if report.lines or report.weights]
     texts += ["attention layers are found and measured in their first call"] * (len(texts) < len(reports))
     return patched, "\n".join([*texts, *more])
-
-
-def status(report: Int8Report, subject: str, settings: str) -> str:
-    """``"304 linear layers of Flux for int8, error at most 5.0%, weights host; 12 left, 3 cannot be"``."""
-    text = f"{report.able} linear layers of {subject} for int8"
-    return "; ".join(filter(None, [text + f", {settings}" * bool(report.able or not report.lines), report.left]))
 
 
 def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:

@@ -22,7 +22,7 @@ from ..routes import choose
 from ..routes.fused import takes_device, why_untried
 from ..routes.run import run
 from .binding import Binding
-from .judged import ForwardLayer, LayerForward, has_numbers
+from .judged import Judged, LayerForward, has_numbers
 from .measure import Errors, chosen_rows, errors_of, parts_of
 from .report import Int8ReportLine
 
@@ -43,7 +43,7 @@ class CaughtForward(LayerForward):
             return self.whole(*args, **kwargs)
 
 
-class AttentionSite(ForwardLayer):
+class AttentionSite(Judged):
     """The state of one attention layer, and its calls: those that 8 bits do not take, and those of a layer in float,
     are computed exactly.
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..patching.patch import ON, REFUSED
 from .binding import Binding, Int8Patch, patched
 from .find import shape_of
-from .judged import ForwardLayer, Int8Options, LayerForward, has_numbers
+from .judged import Int8Options, Judged, LayerForward, has_numbers
 from .measure import Errors, errors_of, row_squares, sample_of
 from .stored import Seen
 
@@ -82,7 +82,7 @@ class Float16Forward(LayerForward):
         return in_float16(types.MethodType(type(module).forward, twin), x).add_(bias.to(x.device, x.dtype))
 
 
-class Float16Layer(ForwardLayer):
+class Float16Layer(Judged):
     """The state of one layer."""
 
     forward = Float16Forward

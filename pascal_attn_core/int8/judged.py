@@ -68,6 +68,17 @@ def limit_of(max_error: Any) -> float:
     return float(max_error)
 
 
+class LayerForward(ReplacedForward):
+    """The forward of a module whose calls are a layer's business; ``layer`` None = they no longer are."""
+
+    __slots__ = ("layer",)
+    layer: Any
+
+    def __init__(self, layer: Any, module: nn.Module, inner: Callable[..., Any] | None):
+        super().__init__(module, inner)
+        self.layer = layer
+
+
 class Judged:
     """The state of one layer.
 
@@ -77,10 +88,13 @@ class Judged:
         watch: its calls in this run, and the errors found in them.
         times: of the call that it was decided with; None = not timed.
         shape: of its weight, () for attention.
+        forward: what is put in as the forward of its module; a layer with another way in has its own attach and detach.
         is_offloaded: whether its float weight is not on the device that it computes on, as far as that is known.
     """
 
     shape: tuple[int, ...] = ()
+    forward: type[LayerForward]
+    _put_in: weakref.ref[LayerForward] | None = None
 
     def __init__(self, name: str, kind: str, options: Int8Options):
         self.name, self.kind, self.options = name, kind, options
@@ -94,11 +108,15 @@ class Judged:
 
     def attach(self, module: nn.Module, source: Source) -> None:
         """Wait for inputs of a module, or go on with what was decided; ``source``: of its weight."""
-        raise NotImplementedError
+        self._put_in = weakref.ref(put_in(module, functools.partial(self.forward, self)))
 
     def detach(self) -> str:
         """Put the module back as it was; returns what could not be, "" = nothing."""
-        raise NotImplementedError
+        forward, self._put_in = None if self._put_in is None else self._put_in(), None
+        if forward is None:
+            return ""
+        forward.layer = None
+        return "; ".join(take_out(forward))
 
     def look(
         self, inputs: Sequence[Tensor], measure: Callable[[int], Errors], time: Callable[[], None], keys: int = 0
@@ -228,34 +246,6 @@ class Judged:
             worst_row=worst_row,
             went_back=self.went_back,
         )
-
-
-class LayerForward(ReplacedForward):
-    """The forward of a module whose calls are a layer's business; ``layer`` None = they no longer are."""
-
-    __slots__ = ("layer",)
-    layer: Any
-
-    def __init__(self, layer: Any, module: nn.Module, inner: Callable[..., Any] | None):
-        super().__init__(module, inner)
-        self.layer = layer
-
-
-class ForwardLayer(Judged):
-    """A layer that is put in as the forward of its module."""
-
-    forward: type[LayerForward]
-    _put_in: weakref.ref[LayerForward] | None = None
-
-    def attach(self, module: nn.Module, source: Source) -> None:
-        self._put_in = weakref.ref(put_in(module, functools.partial(self.forward, self)))
-
-    def detach(self) -> str:
-        forward, self._put_in = None if self._put_in is None else self._put_in(), None
-        if forward is None:
-            return ""
-        forward.layer = None
-        return "; ".join(take_out(forward))
 
 
 def is_captured(x: Tensor) -> bool:

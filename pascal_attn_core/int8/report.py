@@ -84,12 +84,6 @@ class Int8Report(AnyReport):
         return not self.of(ON)
 
     @property
-    def left(self) -> str:
-        """``"12 left, 3 cannot be"``: layers that were not chosen, and that cannot run in 8 bits."""
-        counts = {"left": self.count(OFF), "cannot be": self.count(UNABLE)}
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-
-    @property
     def reasons(self) -> list[str]:
         """Why layers that are not in 8 bits are not, but for those that were not chosen."""
         return sorted({line.why for line in self.lines if line.state not in (ON, OFF)})
