@@ -80,17 +80,13 @@ class _Decision:
 
     Attributes:
         kind: how they are counted.
-        config: the configuration they run with; None = they are left to the host.
-        route: the route they take.
-        choice: that route, where it can be taken again without asking.
+        how: the configuration and the route that they run with; None = they are left to the host.
         template: the first such call without its tensors, where its checks hold for others of the kind.
         run, tally: the run that ``tally`` counts in.
     """
 
     kind: CallKind
-    config: AttentionConfig | None = None
-    route: str = ""
-    choice: Choice | None = None
+    how: tuple[AttentionConfig, Choice] | None = None
     template: AttentionCall | None = None
     run: Run | None = None
     tally: CallTally | None = None
@@ -214,17 +210,17 @@ class Engine:
             taken = self._take(given, block, kind)
             if taken is None:
                 return None
-            call, decision, choice = taken
-            out, run = self._run_watched(call, decision, choice), decision.run
+            call, decision = taken
+            out, run = self._run_watched(call, decision), decision.run
             if compare is None or run is None or kind in run.compared or runs.stale(call.query.device):
                 return out
             return out if self._agrees(decision, kind, compare, out) else None
 
-    def _take(self, given: Arguments, block: str, kind: Hashable) -> tuple[AttentionCall, _Decision, Choice] | None:
-        """The checked call, what is done with its kind, and its route; None = the host's, which is counted."""
+    def _take(self, given: Arguments, block: str, kind: Hashable) -> tuple[AttentionCall, _Decision] | None:
+        """The checked call, and what is done with its kind; None = the host's, which is counted."""
         known = (block, kind, torch.is_grad_enabled())
         decision = self._decisions.get(known)
-        if decision is not None and decision.config is None:
+        if decision is not None and decision.how is None:
             self._count(decision)
             return None
         try:
@@ -239,8 +235,8 @@ class Engine:
                     plain = ready is given and not torch.is_grad_enabled()
                     decision.template = call.without_tensors() if plain else None
             assert decision is not None
-            if decision.config is not None:
-                return call, decision, decision.choice or choose(call, decision.config)
+            if decision.how is not None:
+                return call, decision
         except (TypeError, ValueError, UnsupportedAttention) as error:
             self.leave(block, str(error), kind)
         except Exception as error:  # whatever a tensor class of another pack may raise
@@ -278,7 +274,7 @@ class Engine:
     def is_left(self, block: str, kind: Hashable) -> bool:
         """Whether calls of this kind from there are known to be the host's; counted if so."""
         decision = self._decisions.get((block, kind, torch.is_grad_enabled()))
-        if decision is None or decision.config is not None:
+        if decision is None or decision.how is not None:
             return False
         self._count(decision)
         return True
@@ -320,8 +316,9 @@ class Engine:
         else:
             config = self._config_for(call, block)
             choice = choose(call, config)
-            decision = _Decision(_taken(block, call, choice), config, choice.route)
-            decision.choice = choice
+            more = {"over_torch": choice.over_torch, "torch_stores": choice.torch_stores}
+            counted = _kind(block, call, TAKEN, choice.route, choice.why, **more)
+            decision = _Decision(counted, (config, choice))
         self._remember(known, decision)
         return decision
 
@@ -354,10 +351,11 @@ class Engine:
                 self.warn(f"{block}: {error}: the automatic value is used instead")
         return config
 
-    def _run_watched(self, call: AttentionCall, decision: _Decision, choice: Choice) -> Tensor:
+    def _run_watched(self, call: AttentionCall, decision: _Decision) -> Tensor:
         host.throw_if_interrupted()
-        run, config, kind, device = self._run or self.run, decision.config, decision.kind, call.query.device
-        assert config is not None
+        run, kind, device = self._run or self.run, decision.kind, call.query.device
+        assert decision.how is not None
+        config, choice = decision.how
         asked, is_new = not runs.stale(device), decision.run is not run
         if is_new:
             decision.tally, decision.run = run.tally(kind), run
@@ -367,8 +365,6 @@ class Engine:
         assert tally is not None
         if config.devices:
             seen_on(device, [device_named(name) for name in config.devices])
-        if choice.route != decision.route:  # not the route of the first such call
-            tally = run.tally(_taken(kind.block, call, choice))
         with run.lock:
             tally.count += 1
         stats = TiledStats() if choice.route in ("tiled", "several") else None
@@ -376,7 +372,7 @@ class Engine:
         meter = Meter(run, tally, device, measures=asked and is_new and shapes not in self._metered)
         self._metered |= {shapes} if meter.measures else set()
         form = choice.plan
-        one_kernel = form.is_one_call if isinstance(form, TorchForm) else decision.route in ("torch", "math")
+        one_kernel = form.is_one_call if isinstance(form, TorchForm) else choice.route in ("torch", "math")
         with nullcontext() if one_kernel else between_blocks(self._checkpoint(kind.block)), meter:
             out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
             meter.out_bytes = out.numel() * out.element_size()
@@ -459,8 +455,3 @@ def _kind(block: str, call: AttentionCall, outcome: str, route: str, why: str, *
     mask = mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
     shapes, dtype = (tuple(call.query.shape), tuple(call.key.shape)), str(call.query.dtype).removeprefix("torch.")
     return CallKind(block, outcome, route, why, *shapes, dtype, mask, **more)
-
-
-def _taken(block: str, call: AttentionCall, choice: Choice) -> CallKind:
-    more = {"over_torch": choice.over_torch, "torch_stores": choice.torch_stores}
-    return _kind(block, call, TAKEN, choice.route, choice.why, **more)
