@@ -208,7 +208,7 @@ def _on_a_node() -> bool:
     host.throw_if_interrupted = lambda: None
     engine.begin()
     meter.start_of_run(CARD)
-    out = engine.attend(Arguments(query, query, query), place=node_module("engine.runs").Place("block 0"))
+    out = engine.attend(Arguments(query, query, query), block="block 0")
     run = engine.end()
     is_right = _is_close(out, query, query, query) and meter.peak_of_run(CARD) == 1 << 20 and run is not None
     return is_right and node_module("comfy.host").visible_cards() == ["cuda:0", "cuda:1"]
