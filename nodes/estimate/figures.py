@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,20 +19,38 @@ _PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Host:
-    """How ComfyUI would compute without the patch.
+class Subject:
+    """A model on a card, in ComfyUI as it is without the patch.
 
     Attributes:
-        device, info: where.
-        attention: the name of its attention function; "" for torch's SDPA.
+        name: of the model.
+        weight_bytes: all weights of the model.
+        available_bytes: what is free on the card, and what this model already takes there; 0 = not known.
+        total_bytes: all memory of the card.
+        device, info: where it runs.
+        attention: the name of ComfyUI's attention function; "" for torch's SDPA.
         ffn_budget_mib, ffn_tokens: with which the patch chunks feed-forward layers on this card.
     """
 
+    name: str
+    weight_bytes: int
+    available_bytes: int
+    total_bytes: int
     device: torch.device
     info: DeviceInfo
     attention: str
     ffn_budget_mib: int
     ffn_tokens: int = 1024
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether not even the weights alone are known to fit."""
+        return self.weight_bytes >= self.available_bytes
+
+    @property
+    def room(self) -> int:
+        """Bytes for everything but the weights, or beside streamed weights."""
+        return self.available_bytes - (0 if self.is_streamed else self.weight_bytes)
 
 
 class Need(NamedTuple):
@@ -47,21 +64,16 @@ class Figures:
     """Memory of one evaluation of a model besides its weights, in bytes.
 
     Attributes:
-        call, host: what the evaluation does, and where.
+        call, subject: what the evaluation does, and where.
         needs: of each kind of call.
         peaks: the most at any moment, the model's other tensors included, without the patch and with it.
     """
 
-    def __init__(self, call: ModelCall, host: Host):
-        self.call, self.host = call, host
-        calls: list[AttentionShape | FfnShape] = [*call.attention, *call.ffn]
-        self.needs = {each: _need_of(each, host) for each in set(calls)}
-        taken = [[each.live_bytes + size for size in self.needs[each].sizes] for each in calls]
+    def __init__(self, call: ModelCall, subject: Subject):
+        self.call, self.subject = call, subject
+        self.needs = {each: _need_of(each, subject) for each in {each for each, _ in call.calls}}
+        taken = [[live + size for size in self.needs[each].sizes] for each, live in call.calls]
         self.peaks = [max(way) for way in zip([call.other_bytes] * 2, *taken)]
-
-    def most(self, calls: Sequence[AttentionShape | FfnShape]) -> list[int]:
-        """The most extra memory that one of these calls takes, without the patch and with it."""
-        return [max(way) for way in zip(*(self.needs[each].sizes for each in calls))]
 
     @property
     def saved_bytes(self) -> int:
@@ -69,29 +81,29 @@ class Figures:
         return self.peaks[0] - self.peaks[1]
 
 
-def _need_of(call: AttentionShape | FfnShape, host: Host) -> Need:
+def _need_of(call: AttentionShape | FfnShape, subject: Subject) -> Need:
     """Memory that one call takes besides its inputs and result."""
     if isinstance(call, AttentionShape):
-        return _attention_need(call, host)
-    is_whole = len(call.shape) < 2 or call.shape[-2] < host.ffn_tokens
-    chunked = call.extra_bytes if is_whole else min(call.extra_bytes, host.ffn_budget_mib * MIB)
-    return Need((call.extra_bytes, chunked), f"the patch chunks it, budget {host.ffn_budget_mib} MiB")
+        return _attention_need(call, subject)
+    is_whole = len(call.shape) < 2 or call.shape[-2] < subject.ffn_tokens
+    chunked = call.extra_bytes if is_whole else min(call.extra_bytes, subject.ffn_budget_mib * MIB)
+    return Need((call.extra_bytes, chunked), f"the patch chunks it, budget {subject.ffn_budget_mib} MiB")
 
 
-def _attention_need(shape: AttentionShape, host: Host) -> Need:
+def _attention_need(shape: AttentionShape, subject: Subject) -> Need:
     try:  # no other route exceeds the tiled one, by design
-        patched = plan_call(_call_of(shape, "meta"), host.info, AttentionConfig()).extra_bytes
+        patched = plan_call(_call_of(shape, "meta"), subject.info, AttentionConfig()).extra_bytes
     except (TypeError, ValueError):
         patched = shape.extra_bytes  # left to ComfyUI
-    if host.attention:
-        return Need((0, patched), f"ComfyUI's {host.attention} splits it according to the free memory")
-    if not fused_takes(shape, host.device):
+    if subject.attention:
+        return Need((0, patched), f"ComfyUI's {subject.attention} splits it according to the free memory")
+    if not fused_takes(shape, subject.device):
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
-        if host.info.kind == "hip" and has_kernels(host.info):
+        if subject.info.kind == "hip" and has_kernels(subject.info):
             why += "; the patch has a kernel that does not store it, and tiles"
         return Need((shape.extra_bytes, min(patched, shape.extra_bytes)), why)
     why = "PyTorch has a fused kernel for it here, which stores no score matrix"
-    return Need((0, 0), f"{why}; the patch uses it too") if host.info.is_gpu else Need((0, patched), why)
+    return Need((0, 0), f"{why}; the patch uses it too") if subject.info.is_gpu else Need((0, patched), why)
 
 
 def fused_takes(shape: AttentionShape, device: torch.device) -> bool:

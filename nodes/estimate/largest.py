@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .figures import Figures, Host
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .figures import Figures, Subject
 from .trace import ModelCall
 
 WAYS = ("as ComfyUI is", "with Pascal Attention Patch")
@@ -48,13 +49,17 @@ class Fit(NamedTuple):
         return "nothing" if self.size is None else f"{self.size.words}{'' if self.is_bounded else ' or more'}"
 
 
-def axes_of(shape: Sequence[int], pixels: int, frames: int) -> list[Axis]:
-    """The axes of a latent ``[B, C, (T,) H, W]``; along each the other sizes stay as they are.
+def axes_of(shapes: Sequence[Sequence[int]], form: Any) -> list[Axis]:
+    """The axes of a latent ``[B, C, (T,) H, W]``; along each the other sizes stay as they are. A latent of several
+    streams, whose sizes depend on each other, has none.
 
     Args:
-        pixels: of the picture for each cell of the latent's height and width.
-        frames: of the video for each of the latent's frames but the first.
+        form: ComfyUI's latent format, which knows how many pixels and frames one cell of the latent stands for.
     """
+    if len(shapes) != 1 or len(shapes[0]) not in (4, 5):
+        return []
+    shape, pixels = shapes[0], getattr(form, "spacial_downscale_ratio", 8)
+    frames = getattr(form, "temporal_downscale_ratio", 4)
     *front, height, width = shape
 
     def picture(h: int, w: int) -> Size:
@@ -76,24 +81,28 @@ def axes_of(shape: Sequence[int], pixels: int, frames: int) -> list[Axis]:
     return [*axes, Axis("batch", batch(shape[0]), [batch(b) for b in range(1, _MOST_BATCH + 1)])]
 
 
-def find_largest(axis: Axis, trace: Callable[[tuple[int, ...]], ModelCall], host: Host, room: int) -> list[Fit]:
-    """For each of ``WAYS`` the largest size whose evaluation takes at most ``room`` bytes besides the weights.
+def find_largest(
+    axis: Axis, now: ModelCall, trace: Callable[[tuple[int, ...]], ModelCall | str], subject: Subject
+) -> list[Fit]:
+    """For each of ``WAYS`` the largest size whose evaluation fits.
 
     Args:
-        trace: one call of the model on a latent of a shape; asked for two of them.
+        now: the call of the model at the size that the axis has now.
+        trace: that call on a latent of a shape; a sentence where it cannot be traced.
     Returns:
-        An empty list where the two calls are not of one kind, so that nothing follows for other sizes.
+        An empty list where the calls at two sizes are not of one kind, so that nothing follows for other sizes.
     """
     smaller = [size for size in axis.sizes if size.amount <= axis.now.amount / 2]
     other = smaller[-1] if smaller else next(size for size in axis.sizes if size.amount >= 2 * axis.now.amount)
-    at = line_through(axis.now.amount, trace(axis.now.shape), other.amount, trace(other.shape))
+    then = trace(other.shape)
+    at = None if isinstance(then, str) else line_through(axis.now.amount, now, other.amount, then)
     if at is None:
         return []
-    return [bisected(axis.sizes, functools.partial(_peak, at, host, way), room) for way in range(len(WAYS))]
 
+    def peak(way: int, size: Size) -> int:
+        return Figures(at(size.amount), subject).peaks[way]
 
-def _peak(at: Callable[[int], ModelCall], host: Host, way: int, size: Size) -> int:
-    return Figures(at(size.amount), host).peaks[way]
+    return [bisected(axis.sizes, functools.partial(peak, way), subject.room) for way in range(len(WAYS))]
 
 
 def bisected(sizes: Sequence[Size], bytes_of: Callable[[Size], int], room: int) -> Fit:
@@ -104,25 +113,13 @@ def bisected(sizes: Sequence[Size], bytes_of: Callable[[Size], int], room: int) 
 
 def line_through(n1: int, one: ModelCall, n2: int, two: ModelCall) -> Callable[[int], ModelCall] | None:
     """The call at any amount from two of them; None if they do not make the same calls in the same order."""
-    same_attention = [(a.dtype, a.masked) for a in one.attention] == [(a.dtype, a.masked) for a in two.attention]
-    same_ffn = [(f.name, f.dtype) for f in one.ffn] == [(f.name, f.dtype) for f in two.ffn]
-    if n1 == n2 or not (one.attention and same_attention and same_ffn):
+    (first, form), (second, other) = tree_flatten(one[:2]), tree_flatten(two[:2])
+    if form != other or any(a != b for a, b in zip(first, second) if type(a) is not int):
         return None
 
-    def between(a: Any, b: Any, n: int) -> Any:
-        if isinstance(a, tuple):
-            return tuple(between(x, y, n) for x, y in zip(a, b))
-        return max(0, round(a + (b - a) * (n - n1) / (n2 - n1)))
-
-    def moved(a: Any, b: Any, n: int) -> Any:
-        names = [name for name in vars(a) if isinstance(getattr(a, name), (int, tuple)) and name != "masked"]
-        return replace(a, **{name: between(getattr(a, name), getattr(b, name), n) for name in names})
-
     def at(n: int) -> ModelCall:
-        return ModelCall(
-            [moved(a, b, n) for a, b in zip(one.attention, two.attention)],
-            [moved(a, b, n) for a, b in zip(one.ffn, two.ffn)],
-            between(one.other_bytes, two.other_bytes, n),
-        )
+        by = (n - n1) / (n2 - n1)
+        sizes = [max(0, round(a + (b - a) * by)) if type(a) is int else a for a, b in zip(first, second)]
+        return ModelCall(*tree_unflatten(sizes, form))
 
     return at
