@@ -142,7 +142,6 @@ def _kind_text(kind: CallKind, tally: CallTally, blocks: str) -> str:
     facts = [
         f"{tally.count:,} x {kind.route or PASSED}",
         shape_text(kind),
-        f"by {kind.via}",
         duration_text(tally.elapsed_ms / 1e3) if tally.elapsed_ms else "",
         "" if tally.extra_bytes is None else f"+{size_text(tally.extra_bytes)}",
         f"in {blocks}" if blocks else "",

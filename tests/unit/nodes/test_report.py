@@ -120,7 +120,7 @@ def test_a_node_that_runs_again_in_its_prompt_goes_on_with_its_run(monkeypatch):
 
 def test_blocks_whose_names_differ_in_numbers_only_are_told_together():
     text = TEXT.report_text(findings(run([*blocks(19), *blocks(38, "single")])))
-    assert "taken       228 x torch, q[1, 24, 4608, 128] k[1, 24, 4608, 128] float16, mask none, by override," in text
+    assert "taken       228 x torch, q[1, 24, 4608, 128] k[1, 24, 4608, 128] float16, mask none," in text
     assert "in double 0 to double 18, single 0 to single 37: it is fused" in " ".join(text.split())
     layers = [f"encoder.layers.{i}.self_attn" for i in range(12)]
     assert FIND.blocks_text(layers) == "encoder.layers.0.self_attn to encoder.layers.11.self_attn"
