@@ -318,7 +318,7 @@ def _effective(module: nn.Module, processor: Any) -> tuple[Any, SdpaRedirect | N
         if redirect is not None and computes_attention(processor) and processors.can_be_derived(processor):
             return _around(processor, redirect), redirect
         return processor, redirect  # where there is a redirect, the module's serves it
-    if redirect is not None and processor._original is None and processors.is_redirected_class(type(processor)):
+    if redirect is not None and processor._original is None and hasattr(type(processor), "_shown"):
         return current, redirect  # made by diffusers of the class that it found: load_ip_adapter, on self-attention
     _warn_if_sdpa_is_replaced()
     processor = _bound(processor, module)

@@ -197,7 +197,7 @@ def lacks(call: AttentionCall) -> list[str]:
     reasons = []
     if call.left is not None or (call.right is not None and not call.is_causal):
         reasons.append("torch's function has no sliding window")
-    elif call.is_causal and not call.plain_causal:
+    elif call.is_causal and call.offset:
         reasons.append("torch's is_causal is upper-left only")
     if call.softcap is not None:
         reasons.append("torch's function has no softcap")
