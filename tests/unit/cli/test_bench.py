@@ -16,7 +16,6 @@ from pascal_attn_core.cli.bench.contest import BenchSettings
 from pascal_attn_core.cli.bench.linear import Layer, race_layer
 from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
-from tools import peers
 
 TINY = {
     "plain": Shape("plain", "a tiny call", 1, 2, 2, 48, 40, 16),
@@ -197,9 +196,3 @@ def test_a_peer_is_imported_where_it_runs_and_leaves_torchs_function_alone() -> 
         assert F.scaled_dot_product_attention is original
         """
     )
-
-
-def test_missing_peers_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert peers.installed() == []
-    assert capsys.readouterr().out.count("is not installed: not compared") == 2

@@ -78,19 +78,6 @@ def test_layers_above_the_limit_or_no_faster_stay_in_float32() -> None:
         assert binding.detach(layers) == []
 
 
-@pytest.mark.usefixtures("float16_is_fast")
-def test_a_layer_whose_later_inputs_have_an_outlier_goes_back_to_float32() -> None:
-    """Beside a channel of 1e8 that its weight does not look at, float16 leaves little of the others."""
-    layer = nn.Sequential(nn.Linear(128, 64)).requires_grad_(False)
-    layer[0].weight[:, 0] = 0.0
-    x = torch.randn(40, 128)
-    with patch_linear_float16(layer, include="*") as patch:
-        layer(x)
-        x[:, 0] = 1e8
-        assert relative(layer(x), nn.functional.linear(x, layer[0].weight, layer[0].bias)) < 1e-5
-        assert "in call 2 is above 0.20%" in patch.report().text()
-
-
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="max_error must be a share from 0 to 1"):
         patch_linear_float16(model(), max_error=-1)
