@@ -59,7 +59,7 @@ def beside_pascal_attention_patch_in_either_order():
         sample(model)
     (run,) = (run for run in found if run.part == "diffusion model")
     assert run.count("taken") == run.count() > 0
-    assert any(note.startswith("Pascal 8-Bit (") and "runs first" in note for note in run.notes), run.notes
+    assert any(note.startswith("Pascal 8-Bit (") and "runs before" in note for note in run.notes), run.notes
 
 
 @check
