@@ -8,10 +8,9 @@ from typing import Any
 from ..pascal_attn_core.int8.float16 import Float16Binding
 from ..pascal_attn_core.patching.patch import UNABLE
 from .comfy import host, inputs, others
-from .comfy.by_name import OVERRIDE
-from .comfy.others import AUTO, name_of, runs_first
+from .comfy.objects import count_blocks
+from .comfy.others import AUTO
 from .comfy.prompt import without_effect
-from .comfy.sites import count_blocks
 from .eight_bit import DEFAULTS
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.runs import Run
@@ -19,7 +18,6 @@ from .ffn_chunking import LEAST_TOKENS, Chunking, chunk
 from .patches import injection, int8
 from .patches.attention import install
 from .patches.bands import NEEDED
-from .patches.override import previous_of
 from .text_encoder_attention import patched_clip
 from .vae_attention import patched_vae
 
@@ -166,14 +164,9 @@ def _patched_model(
     """A clone of ``model`` with our override in front of the one it had, or behind it, and a sentence about it."""
     patched = model.clone()
     engine = Engine(settings, host.name_of_model(patched.model), "diffusion model", unique_id)
-    before = previous_of(patched.model_options.get("transformer_options", {}).get(OVERRIDE))
-    behind = runs_first(before, earlier_patch)
-    install(patched, engine, before, whole_model=coverage != OVERRIDE_ONLY, behind=behind)
+    other = install(patched, engine, earlier_patch, whole_model=coverage != OVERRIDE_ONLY)
     blocks = count_blocks(patched.get_model_object("diffusion_model"))
-    line = f"{blocks} blocks of {engine.subject}, {engine.describe()}"
-    if before is not None:
-        line += f"; {name_of(before)} {'runs before this node' if behind else 'is replaced'}"
-    return patched, line
+    return patched, "; ".join(filter(None, [f"{blocks} blocks of {engine.subject}, {engine.describe()}", other]))
 
 
 class Float16Layers(injection.Injection):
@@ -197,6 +190,7 @@ class Float16Layers(injection.Injection):
 
 def _in_float16(patched: Any, unique_id: str | None) -> str:
     """Let the linear layers of a fresh clone run in float16. Returns a sentence about them."""
-    layers = Float16Layers(Float16Binding(), host.name_of_model(patched.model), "float16 linear layers", unique_id)
+    binding = Float16Binding(max_error=0.002)
+    layers = Float16Layers(binding, host.name_of_model(patched.model), "float16 linear layers", unique_id)
     injection.install(patched, layers)
-    return f"not exact: linear layers in float16, error at most {layers.binding.options.max_error:.1%}"
+    return f"not exact: linear layers in float16, error at most {binding.options.max_error:.1%}"

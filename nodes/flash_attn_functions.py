@@ -122,7 +122,7 @@ def _note(name: str, calls: dict[CallKey, Any], seconds: float) -> None:
     with _lock:
         run = _run()
     for key, stats in calls.items():
-        kind = runs.CallKind(name, runs.TAKEN, key.route, key.why, key.query, key.key, key.dtype, key.mask, via=SUBJECT)
+        kind = runs.CallKind(name, runs.TAKEN, key.route, key.why, key.query, key.key, key.dtype, key.mask)
         with run.lock:
             tally = run.tally(kind)
             tally.count += stats.count

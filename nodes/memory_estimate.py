@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from typing import Any
@@ -12,11 +11,9 @@ import torch
 from ..pascal_attn_core.machine.device import MIB, device_info
 from .comfy import host as _host
 from .comfy import inputs
-from .estimate.figures import Figures, Host
-from .estimate.inputs import Conditioning, Latent, prompts
-from .estimate.largest import Axis, Size, axes_of, bisected, find_largest
-from .estimate.text import Subject, largest_text, need_text, text_of
-from .estimate.trace import ModelCall, trace_model
+from .estimate.figures import Figures, Subject, axes_of, bisected, find_largest
+from .estimate.text import largest_text, need_text, text_of
+from .estimate.trace import AttentionShape, Conditioning, Latent, ModelCall, prompts, trace_model
 from .ffn_chunking import budget_from
 from .reporting.gain import SDPA
 
@@ -72,43 +69,44 @@ class PascalMemoryEstimate(inputs.PascalNode):
         unique_id: str | None = None,
     ) -> tuple[str, float]:
         """The estimate, and the MiB that the patch saves."""
-        wanted, device = Latent.of(model, latent), model.load_device
-        free, total = _host.free_and_total_bytes(device)
-        copies = batch_copies(model, wanted, free) if guidance else 1
-        name = _host.name_of_model(model.model)
+        wanted, subject = Latent.of(model, latent), subject_of(model)
+        copies = batch_copies(model, wanted) if guidance else 1
+
+        def traced(shape: tuple[int, ...]) -> ModelCall | str:
+            return follow(model, Latent(torch.zeros(shape), [shape]), conditioning, copies)
+
         with torch.random.fork_rng(devices=[]):  # the workflow's random numbers are not ours
             followed = follow(model, wanted, conditioning, copies)
             if isinstance(followed, str):
-                _host.say(f"memory estimate: {name}: {followed}", unique_id, f"{name}: no estimate")
-                return f"{name}: {followed}", 0.0
-            attention = _host.attention_name()
-            host = Host(device, device_info(device), "" if attention == SDPA else attention, budget_from(total))
-            available = min(total, free + model.loaded_size())
-            subject = Subject(name, wanted.shapes, model.model_size(), available, total)
-            trace = functools.partial(_traced, followed, model, wanted, conditioning)
-            axes = axes_of_latent(model, wanted) if available else []
-            fits = [(axis, find_largest(axis, trace, host, subject.room)) for axis in axes]
-        found = Figures(followed, host)
-        text, fits = text_of(found, subject), [(axis, ways) for axis, ways in fits if ways]
+                _host.say(f"memory estimate: {subject.name}: {followed}", unique_id, f"{subject.name}: no estimate")
+                return f"{subject.name}: {followed}", 0.0
+            form = getattr(model.model, "latent_format", None)
+            axes = axes_of(wanted.shapes, form) if subject.available_bytes else []
+            fits = [find_largest(axis, followed, traced, subject) for axis in axes]
+        found = Figures(followed, subject)
+        text, needs = text_of(found, wanted.shapes), f"{subject.name} {need_text(found)}"
         if axes:
-            decode = vae and bisected(axes[0].sizes, functools.partial(_bytes_of_decoding, vae), available)
-            text += "\n" + largest_text(fits, subject, decode)
-        _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
+            room, sizes = subject.available_bytes, axes[0].sizes
+            decode = vae and bisected(sizes, lambda size: vae.memory_used_decode(size.shape, vae.vae_dtype), room)
+            text += "\n" + largest_text(zip(axes, fits), subject, decode)
+        _host.say(f"memory estimate: {needs}", unique_id)
         return text, max(0.0, found.saved_bytes / MIB)
 
 
-def _bytes_of_decoding(vae: Any, size: Size) -> int:
-    return int(vae.memory_used_decode(size.shape, vae.vae_dtype))
-
-
-def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
-    """The axes along which the latent may grow; none for several streams, whose sizes depend on each other."""
-    if len(latent.shapes) != 1 or len(latent.shapes[0]) not in (4, 5):
-        return []
-    form = getattr(model.model, "latent_format", None)
-    pixels = getattr(form, "spacial_downscale_ratio", 8)
-    frames = getattr(form, "temporal_downscale_ratio", 4)
-    return axes_of(tuple(int(size) for size in latent.shapes[0]), pixels, frames)
+def subject_of(model: Any) -> Subject:
+    """A MODEL on its card."""
+    free, total = _host.free_and_total_bytes(model.load_device)
+    attention = _host.attention_name()
+    return Subject(
+        _host.name_of_model(model.model),
+        weight_bytes=model.model_size(),
+        available_bytes=min(total, free + model.loaded_size()),
+        total_bytes=total,
+        device=model.load_device,
+        info=device_info(model.load_device),
+        attention="" if attention == SDPA else attention,
+        ffn_budget_mib=budget_from(total),
+    )
 
 
 def follow(model: Any, latent: Latent, conditioning: Conditioning, copies: int) -> ModelCall | str:
@@ -124,27 +122,18 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning, copies: int) 
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             log.debug("pascal_attn: memory estimate", exc_info=True)
         else:
-            if call.attention:
+            if call.of(AttentionShape):
                 return call
             reason = "it does not offer its attention calls to patches"
     return f"no estimate, since the model could not be traced ({reason})."
 
 
-def _traced(
-    known: ModelCall, model: Any, latent: Latent, conditioning: Conditioning, shape: tuple[int, ...]
-) -> ModelCall:
-    if shape == tuple(latent.shapes[0]):
-        return known
-    samples = torch.zeros(shape)
-    found = follow(model, Latent(samples, [samples.shape]), conditioning, known.copies)
-    return ModelCall() if isinstance(found, str) else found
-
-
-def batch_copies(model: Any, latent: Latent, free_bytes: int) -> int:
+def batch_copies(model: Any, latent: Latent) -> int:
     """2 if ComfyUI will compute prompt and negative prompt in one batch, else 1: by its own estimate."""
     weights = max(0, model.model_size() - model.loaded_size())
+    free = max(0, _host.free_and_total_bytes(model.load_device)[0] - weights)
     both = [2 * latent.samples.shape[0], *latent.samples.shape[1:]]
-    return 2 if model.model.memory_required(both) * 1.5 < max(0, free_bytes - weights) else 1
+    return 2 if model.model.memory_required(both) * 1.5 < free else 1
 
 
 def _length(prompt: dict[str, Any]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +17,10 @@ from .engine import runs
 from .reporting.exactness import check
 from .reporting.findings import Findings, choose_runs
 from .reporting.picture import as_image, save_preview
-from .reporting.text import draw_report, headline, report_text
+from .reporting.text import draw_report, report_text
 
 log = logging.getLogger("pascal_attn")
 _SELFTEST_SECONDS = 30.0
-
-
-@dataclass
-class _Told:
-    """The newest run when a report was made or asked for, and how often that was another one than before."""
-
-    newest: runs.Run | None = None
-    number: int = 0
-
-
-_told: dict[str | None, _Told] = {}  # by node
-
-
-def _newest() -> runs.Run | None:
-    return next(reversed(runs.remembered()), None)
 
 
 class PascalAttentionReport(inputs.PascalNode):
@@ -52,7 +36,7 @@ class PascalAttentionReport(inputs.PascalNode):
     RETURN_NAMES = ("value", "chart", "report")
     OUTPUT_TOOLTIPS = (
         "The input, unchanged.",
-        "The report as an image, 1600 or 2400 pixels wide.",
+        "The report without its calls by kind as an image, 1600 pixels wide.",
         "The report as text, with a block at its end to paste into a bug report.",
     )
     FUNCTION = "report"
@@ -79,13 +63,9 @@ class PascalAttentionReport(inputs.PascalNode):
         }
 
     @classmethod
-    def IS_CHANGED(cls, unique_id: str | None = None, **_: Any) -> int:
-        """It changes when something has run since the last report: a prompt in which nothing else runs keeps it, and
-        what hangs on its output."""
-        state = _told.setdefault(unique_id, _Told())
-        state.number += state.newest is not _newest()
-        state.newest = _newest()
-        return state.number
+    def IS_CHANGED(cls, **given: Any) -> float | str:
+        """It runs again when what it is connected to does; unconnected, in each prompt."""
+        return "" if "value" in given else float("nan")
 
     def report(
         self,
@@ -97,18 +77,14 @@ class PascalAttentionReport(inputs.PascalNode):
     ) -> dict[str, Any]:
         """``value`` as it came, the chart ``[1, height, width, 3]`` and the text."""
         findings = gather(prompt or {}, unique_id, exactness_check=exactness_check)
-        _told.setdefault(unique_id, _Told()).newest = _newest()
         tested = _selftest(unique_id) if selftest else None
         if tested is not None and not tested.is_right:
             findings.alarms.insert(0, tested.verdict)
         text = report_text(findings, describe(tested) if tested else "")
         image = as_image(draw_report(findings))
-        shown = save_preview(image)
         if tested:
             host.send_status(f"self-test: {tested.verdict}", unique_id)
-        elif not shown:  # its first line says it in larger letters, and a status would take half of its room
-            host.send_status(f"WARNING: {findings.alarms[0]}" if findings.alarms else headline(findings), unique_id)
-        return {"ui": {"text": [text], "images": shown}, "result": (value, image, text)}
+        return {"ui": {"text": [text], "images": save_preview(image)}, "result": (value, image, text)}
 
 
 def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bool) -> Findings:

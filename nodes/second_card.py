@@ -7,10 +7,10 @@ from typing import Any
 from ..pascal_attn_core.machine.device import device_info
 from .comfy import host, inputs
 from .comfy.by_name import OVERRIDE
-from .comfy.others import AUTO, runs_first
+from .comfy.others import AUTO
 from .engine.engine import Engine, PatchSettings
 from .patches.attention import install
-from .patches.override import engine_of, previous_of
+from .patches.override import engine_of
 
 
 class PascalSecondCard(inputs.PascalNode):
@@ -71,11 +71,9 @@ class PascalSecondCard(inputs.PascalNode):
             return (model,)
         patched = model.clone()
         host.share_over(patched, (home, other), least_tokens)
-        set_before = patched.model_options["transformer_options"].get(OVERRIDE)
-        if engine_of(set_before) is None:
+        if engine_of(patched.model_options["transformer_options"].get(OVERRIDE)) is None:
             engine = Engine(PatchSettings(), host.name_of_model(patched.model), "diffusion model", unique_id)
-            before = previous_of(set_before)
-            install(patched, engine, before, whole_model=True, behind=runs_first(before, AUTO))
+            install(patched, engine, AUTO, whole_model=True)
         name = device_info(other).name
         host.say(f"second card: {other} ({name}) helps {home} in calls of at least {least_tokens} tokens", unique_id)
         return (patched,)

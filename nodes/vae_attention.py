@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .comfy import host, inputs
-from .comfy.objects import replace_functions
-from .comfy.sites import attributes, is_innermost
+from .comfy.objects import attributes, is_innermost, replace_functions
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
 from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, InBands

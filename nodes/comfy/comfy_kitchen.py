@@ -17,18 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pascal_attn_core.int8.backends import backend_for
-from ...pascal_attn_core.int8.judged import has_numbers
-from ...pascal_attn_core.int8.measure import FEW_OUTPUTS, FEW_ROWS, relative_error, sample_of
 from ...pascal_attn_core.int8.product import int8_linear as product
 from ...pascal_attn_core.int8.report import COMPUTED_BY
-from ...pascal_attn_core.machine.out_of_memory import out_of_memory
 from ...pascal_attn_core.reference.int8_rows import Int8Matrix
 from .host import KEY
 
 NAME, FUNCTION, LAYOUT = "pascal", "int8_linear", "TensorWiseINT8Layout"
 CHOICES = ("auto", "always", "off")
 _NEWER = (7, 5)  # where comfy_kitchen's CUDA backend begins
-_MEASURED = 256  # calls of a run, each of another layer as far as the model has so many
 _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
     "none": lambda x: x,
@@ -79,17 +75,13 @@ class FileLayers:
         layers: their number.
         why_not: why ComfyUI computes them itself; "" = it does not.
         calls: number of calls that were computed here in this run.
-        error: the largest relative error of its first calls against the file's weights in float32.
         backend: what computed the first of them, see :data:`.backends.BACKENDS`.
     """
 
     def __init__(self, network: nn.Module, device: torch.device, choice: str) -> None:
         self.layers = int8_layers(network)
         self.why_not = why_not(device, choice) if self.layers else "none"
-        self.calls, self.error, self.backend = 0, 0.0, ""
-
-    def restart(self) -> None:
-        self.calls, self.error = 0, 0.0
+        self.calls, self.backend = 0, ""
 
     def text(self) -> str:
         """A sentence about these layers; "" where there are none."""
@@ -100,8 +92,7 @@ class FileLayers:
             return f"{text}; ComfyUI computes them: {self.why_not}"
         if not self.calls:
             return f"{text}, computed here: no call yet"
-        error = f"errors of at most {self.error:.2%} against the file's weights in float"
-        return f"{text}, computed here: {self.calls} calls by {COMPUTED_BY[self.backend]}, {error}"
+        return f"{text}, computed here: {self.calls} calls by {COMPUTED_BY[self.backend]}"
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         with serving(registry_of_host(), self):
@@ -109,15 +100,7 @@ class FileLayers:
 
     def count(self, x: Tensor, matrix: Int8Matrix) -> None:
         self.calls += 1
-        if not self.backend:
-            self.backend = backend_for(x, matrix).name
-        if self.calls <= _MEASURED and has_numbers(x):
-            part = Int8Matrix(matrix.codes[:FEW_OUTPUTS], matrix.scales[:FEW_OUTPUTS], matrix.rotation)
-            try:
-                found = relative_error(sample_of(x, FEW_ROWS, self.calls), part.float(), part)
-                self.error = max(self.error, found.error)
-            except out_of_memory():
-                pass
+        self.backend = self.backend or backend_for(x, matrix).name
 
 
 _local = threading.local()  # served: of the model that this thread runs

@@ -107,11 +107,9 @@ def attention_name() -> str:
 
 
 def prompt_id() -> str:
-    """The prompt being executed, "" outside of one or where the host does not say."""
-    try:
-        from comfy_execution.utils import get_executing_context
-    except ImportError:
-        return ""
+    """The prompt being executed, "" outside of one."""
+    from comfy_execution.utils import get_executing_context
+
     context = get_executing_context()
     return "" if context is None else str(context.prompt_id)
 
@@ -159,8 +157,6 @@ def node_title(module: str, name: str) -> str:
 
 def versions() -> dict[str, str]:
     """ComfyUI's version and how it was told to compute attention, for bug reports."""
-    try:
-        from comfyui_version import __version__
-    except ImportError:
-        __version__ = "unknown"
+    from comfyui_version import __version__
+
     return {"ComfyUI": __version__, "attention": attention_name()}

@@ -7,7 +7,6 @@ neither split into heads nor reordered here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.call import Arguments
-from ...pascal_attn_core.patching.interception import SDPA_NAME, torch_sdpa
 from ...pascal_attn_core.reference.checks import Gap, gap
 from ..comfy import host
 from ..comfy.layout import NAMES, bound, is_container
@@ -24,7 +21,6 @@ from ..comfy.layout import NAMES, bound, is_container
 ROWS = 16
 _WHOLE_BYTES = 32 << 20  # float32 copies of key and value up to this size: with all heads; beyond, the last head alone
 _MOST_BYTES = 256 << 20  # and beyond this not at all
-_WHOLE_TOKENS = 512  # calls whose queries cannot be taken apart are compared whole up to this many
 
 
 @dataclass(frozen=True)
@@ -86,29 +82,6 @@ def with_host(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
         part = ours.index_select(1, rows)
         part = part[..., -(part.shape[-1] // heads) :] if last_head else part
     return Difference(name, gap(part, right), query.dtype)
-
-
-def with_torch(given: Arguments, ours: Tensor) -> Difference | None:
-    """A call of torch's function, ``ours`` ``[*batch, H, L, Dv]``. None = not to be compared."""
-    query, key, value, mask = given.query, given.key, given.value, given.attn_mask
-    tokens, size = query.shape[-2], 4 * (key.numel() + value.numel())
-    if size > _MOST_BYTES or (given.is_causal and tokens > _WHOLE_TOKENS):
-        return None
-    if not given.is_causal:
-        rows = _rows(tokens, query.device)
-        mask = None if mask is None else _mask_rows(mask, rows)
-        given, ours = given._replace(query=query.index_select(-2, rows), attn_mask=mask), ours.index_select(-2, rows)
-    right = torch_sdpa(**{name: _in_float32(part) for name, part in given.keywords().items()})
-    return Difference(SDPA_NAME, gap(ours, right), query.dtype)
-
-
-def whole(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], ours: Tensor) -> Difference | None:
-    """A call ``function(q, k, v)`` with channels first, as in VAEs. None = too large to compare."""
-    if math.prod(tensors[0].shape[2:]) > _WHOLE_TOKENS:
-        return None
-    right = function(*(tensor.float() for tensor in tensors))
-    name = getattr(function, "__name__", type(function).__name__)
-    return Difference(name, gap(ours, right), tensors[0].dtype)
 
 
 def _rows(tokens: int, device: torch.device) -> Tensor:

@@ -33,14 +33,13 @@ from ..comfy.layout import signature
 from . import runs
 from .compare import Difference
 from .meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
-from .runs import PASSED, TAKEN, CallKind, CallTally, Place, Run
+from .runs import PASSED, TAKEN, CallKind, CallTally, Run
 
 log = logging.getLogger("pascal_attn")
 Compare = Callable[[Tensor], "Difference | None"]
 _DECISIONS = 4096  # kinds of calls, per place in the model, that are remembered at once
 _PROGRESS_SECONDS = 1.0
 _MORE_PRECISION = {"VAE": "--fp32-vae", "text encoder": "--fp32-text-enc"}  # options of ComfyUI, by part
-_NOWHERE = Place()
 _REPAIR = AttentionConfig(route="tiled", softmax="online")  # its scores and sums are float32 whatever comes in
 
 
@@ -81,17 +80,13 @@ class _Decision:
 
     Attributes:
         kind: how they are counted.
-        config: the configuration they run with; None = they are left to the host.
-        route: the route they take.
-        choice: that route, where it can be taken again without asking.
+        how: the configuration and the route that they run with; None = they are left to the host.
         template: the first such call without its tensors, where its checks hold for others of the kind.
         run, tally: the run that ``tally`` counts in.
     """
 
     kind: CallKind
-    config: AttentionConfig | None = None
-    route: str = ""
-    choice: Choice | None = None
+    how: tuple[AttentionConfig, Choice] | None = None
     template: AttentionCall | None = None
     run: Run | None = None
     tally: CallTally | None = None
@@ -114,7 +109,7 @@ class Engine:
         self._lock = threading.RLock()
         self._run: Run | None = None
         self._depth = 0
-        self._decisions: dict[tuple[Place, Hashable, bool], _Decision] = {}
+        self._decisions: dict[tuple[str, Hashable, bool], _Decision] = {}
         self._differing: dict[Hashable, str] = {}  # kinds of calls that the host answers otherwise, and how far apart
         self._metered: set[tuple] = set()
         self.is_compiled = False  # torch.compile took calls into its graph, where none is counted
@@ -193,15 +188,12 @@ class Engine:
     # ---- one call ----
 
     def attend(
-        self,
-        given: Arguments,
-        place: Place = _NOWHERE,
-        kind: Hashable = None,
-        compare: Compare | None = None,
+        self, given: Arguments, block: str = "", kind: Hashable = None, compare: Compare | None = None
     ) -> Tensor | None:
         """``[B, Hq, L, D] x [B, Hkv, S, D] x [B, Hkv, S, Dv] -> [B, Hq, L, Dv]``; None = the host shall do it, and the
         run knows why.
 
+        block: of the model, that it comes from, as ``CallKind`` has it.
         kind: equal for calls with equal arguments but for the numbers in their tensors: read from the tensors if None.
         compare: how far an answer is from the host's own; asked once per kind in each run. A kind of call that is
             further away than rounding explains is left to the host from then on.
@@ -210,25 +202,25 @@ class Engine:
             self.is_compiled = True
             return sdpa(*given[:8], config=self.settings.config)
         if self.part == "VAE" and (inputs_are_made_up() or type(given.query) is Banded):
-            return self._attend_in_bands(given, place)
+            return self._attend_in_bands(given, block)
         # A TorchFunctionMode around the model would look at every operator of every tile.
         with torch._C.DisableTorchFunction():
             if kind is None:
                 kind = signature(given, {})
-            taken = self._take(given, place, kind)
+            taken = self._take(given, block, kind)
             if taken is None:
                 return None
-            call, decision, choice = taken
-            out, run = self._run_watched(call, decision, choice), decision.run
+            call, decision = taken
+            out, run = self._run_watched(call, decision), decision.run
             if compare is None or run is None or kind in run.compared or runs.stale(call.query.device):
                 return out
             return out if self._agrees(decision, kind, compare, out) else None
 
-    def _take(self, given: Arguments, place: Place, kind: Hashable) -> tuple[AttentionCall, _Decision, Choice] | None:
-        """The checked call, what is done with its kind, and its route; None = the host's, which is counted."""
-        known = (place, kind, torch.is_grad_enabled())
+    def _take(self, given: Arguments, block: str, kind: Hashable) -> tuple[AttentionCall, _Decision] | None:
+        """The checked call, and what is done with its kind; None = the host's, which is counted."""
+        known = (block, kind, torch.is_grad_enabled())
         decision = self._decisions.get(known)
-        if decision is not None and decision.config is None:
+        if decision is not None and decision.how is None:
             self._count(decision)
             return None
         try:
@@ -243,20 +235,20 @@ class Engine:
                     plain = ready is given and not torch.is_grad_enabled()
                     decision.template = call.without_tensors() if plain else None
             assert decision is not None
-            if decision.config is not None:
-                return call, decision, decision.choice or choose(call, decision.config)
+            if decision.how is not None:
+                return call, decision
         except (TypeError, ValueError, UnsupportedAttention) as error:
-            self.leave(place, str(error), kind)
+            self.leave(block, str(error), kind)
         except Exception as error:  # whatever a tensor class of another pack may raise
-            self.leave_unread(place, error)
+            self.leave_unread(block, error)
         else:
             self._count(decision)
         return None
 
-    def _attend_in_bands(self, given: Arguments, place: Place) -> Tensor | None:
+    def _attend_in_bands(self, given: Arguments, block: str) -> Tensor | None:
         """A call of a VAE that runs in bands, or tries whether it can, which is not counted."""
         config, out, start = self.settings.config, None, time.perf_counter()
-        with record() as report, between_blocks(self._checkpoint(place.block)):
+        with record() as report, between_blocks(self._checkpoint(block)):
             for route in dict.fromkeys((config.route, "auto")):
                 try:
                     config = replace(config, route=route)
@@ -267,36 +259,36 @@ class Engine:
         if inputs_are_made_up():
             return out
         if out is None:
-            self.leave(place, why)
+            self.leave(block, why)
             return None
         routes = "+".join(sorted(report.routes()))
         query, shapes = given.query, (tuple(given.query.shape), tuple(given.key.shape))
         dtype = str(query.dtype).removeprefix("torch.")
-        kind = CallKind(place.block, TAKEN, routes, "in bands of its queries", *shapes, dtype, via=place.via)
+        kind = CallKind(block, TAKEN, routes, "in bands of its queries", *shapes, dtype)
         tally = self.run.tally(kind)
         with self.run.lock:
             tally.count += 1
             tally.elapsed_ms += (time.perf_counter() - start) * 1e3 if query.device.type == "cpu" else 0.0
         return out
 
-    def is_left(self, place: Place, kind: Hashable) -> bool:
+    def is_left(self, block: str, kind: Hashable) -> bool:
         """Whether calls of this kind from there are known to be the host's; counted if so."""
-        decision = self._decisions.get((place, kind, torch.is_grad_enabled()))
-        if decision is None or decision.config is not None:
+        decision = self._decisions.get((block, kind, torch.is_grad_enabled()))
+        if decision is None or decision.how is not None:
             return False
         self._count(decision)
         return True
 
-    def leave(self, place: Place, why: str, kind: Hashable = None) -> None:
+    def leave(self, block: str, why: str, kind: Hashable = None) -> None:
         """Count a call that the host computes itself; remembered for calls of the same ``kind`` from there."""
         if torch.compiler.is_compiling():
             return
-        decision = _Decision(CallKind(place.block, PASSED, "", why, via=place.via))
+        decision = _Decision(CallKind(block, PASSED, "", why))
         if kind is not None:
-            self._remember((place, kind, torch.is_grad_enabled()), decision)
+            self._remember((block, kind, torch.is_grad_enabled()), decision)
         self._count(decision)
 
-    def leave_unread(self, place: Place, error: Exception) -> None:
+    def leave_unread(self, block: str, error: Exception) -> None:
         """Count a call that could not even be read as one for the host, and say so.
 
         Raises:
@@ -305,8 +297,8 @@ class Engine:
         if host.is_interrupt(error):
             raise error
         why = f"reading it failed with {type(error).__name__}: {error}"
-        self.warn(f"{place.block or 'a call'}: {why}: passed to ComfyUI")
-        self.leave(place, why)
+        self.warn(f"{block or 'a call'}: {why}: passed to ComfyUI")
+        self.leave(block, why)
 
     def _count(self, decision: _Decision) -> None:
         """Count one more call of this kind."""
@@ -316,20 +308,21 @@ class Engine:
         with run.lock:
             decision.tally.count += 1  # type: ignore[union-attr]
 
-    def _decide(self, call: AttentionCall, known: tuple[Place, Hashable, bool]) -> _Decision:
-        place, kind, _ = known
+    def _decide(self, call: AttentionCall, known: tuple[str, Hashable, bool]) -> _Decision:
+        block, kind, _ = known
         why = self._differing.get(kind, "") or self._why_left(call)
         if why:
-            decision = _Decision(_kind(place, call, PASSED, "", why))
+            decision = _Decision(_kind(block, call, PASSED, "", why))
         else:
-            config = self._config_for(call, place.block)
+            config = self._config_for(call, block)
             choice = choose(call, config)
-            decision = _Decision(_taken(place, call, choice), config, choice.route)
-            decision.choice = choice
+            more = {"over_torch": choice.over_torch, "torch_stores": choice.torch_stores}
+            counted = _kind(block, call, TAKEN, choice.route, choice.why, **more)
+            decision = _Decision(counted, (config, choice))
         self._remember(known, decision)
         return decision
 
-    def _remember(self, known: tuple[Place, Hashable, bool], decision: _Decision) -> None:
+    def _remember(self, known: tuple[str, Hashable, bool], decision: _Decision) -> None:
         if len(self._decisions) > _DECISIONS:  # a video of ever different lengths
             self._decisions.clear()
         with suppress(TypeError):  # an argument that has no hash
@@ -358,10 +351,11 @@ class Engine:
                 self.warn(f"{block}: {error}: the automatic value is used instead")
         return config
 
-    def _run_watched(self, call: AttentionCall, decision: _Decision, choice: Choice) -> Tensor:
+    def _run_watched(self, call: AttentionCall, decision: _Decision) -> Tensor:
         host.throw_if_interrupted()
-        run, config, kind, device = self._run or self.run, decision.config, decision.kind, call.query.device
-        assert config is not None
+        run, kind, device = self._run or self.run, decision.kind, call.query.device
+        assert decision.how is not None
+        config, choice = decision.how
         asked, is_new = not runs.stale(device), decision.run is not run
         if is_new:
             decision.tally, decision.run = run.tally(kind), run
@@ -371,8 +365,6 @@ class Engine:
         assert tally is not None
         if config.devices:
             seen_on(device, [device_named(name) for name in config.devices])
-        if choice.route != decision.route:  # not the route of the first such call
-            tally = run.tally(_taken(Place(kind.block, kind.via), call, choice))
         with run.lock:
             tally.count += 1
         stats = TiledStats() if choice.route in ("tiled", "several") else None
@@ -380,7 +372,7 @@ class Engine:
         meter = Meter(run, tally, device, measures=asked and is_new and shapes not in self._metered)
         self._metered |= {shapes} if meter.measures else set()
         form = choice.plan
-        one_kernel = form.is_one_call if isinstance(form, TorchForm) else decision.route in ("torch", "math")
+        one_kernel = form.is_one_call if isinstance(form, TorchForm) else choice.route in ("torch", "math")
         with nullcontext() if one_kernel else between_blocks(self._checkpoint(kind.block)), meter:
             out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
             meter.out_bytes = out.numel() * out.element_size()
@@ -413,11 +405,11 @@ class Engine:
             return True
         why = f"our result is {found.text()}"
         self._differing[kind] = why
-        for place in [place for place in self._decisions if place[1] == kind]:
-            self._decisions.pop(place, None)
+        for known in [known for known in self._decisions if known[1] == kind]:
+            self._decisions.pop(known, None)
         run.take_back(counted)
         self.warn(f"{counted.block}: {why}: calls like this are passed to ComfyUI")
-        self.leave(Place(counted.block, counted.via), why, kind)
+        self.leave(counted.block, why, kind)
         return False
 
     def _repaired(self, call: AttentionCall, out: Tensor, block: str, tally: Any) -> Tensor:
@@ -459,12 +451,7 @@ class Engine:
         return checkpoint
 
 
-def _kind(place: Place, call: AttentionCall, outcome: str, route: str, why: str, **more: Any) -> CallKind:
+def _kind(block: str, call: AttentionCall, outcome: str, route: str, why: str, **more: Any) -> CallKind:
     mask = mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
     shapes, dtype = (tuple(call.query.shape), tuple(call.key.shape)), str(call.query.dtype).removeprefix("torch.")
-    return CallKind(place.block, outcome, route, why, *shapes, dtype, mask, via=place.via, **more)
-
-
-def _taken(place: Place, call: AttentionCall, choice: Choice) -> CallKind:
-    more = {"over_torch": choice.over_torch, "torch_stores": choice.torch_stores}
-    return _kind(place, call, TAKEN, choice.route, choice.why, **more)
+    return CallKind(block, outcome, route, why, *shapes, dtype, mask, **more)

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 TAKEN, PASSED = "taken", "passed to ComfyUI"  # outcomes of a call; the host computes what is passed to it itself
 _PENDING = 512  # after this many pairs of CUDA events those that are over are read
-
-
-class Place(NamedTuple):
-    """Where a call comes from: its block of the model, and how it came, as ``CallKind`` has them."""
-
-    block: str = ""
-    via: str = "override"
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,6 @@ class CallKind:
         query, key: shapes ``[B, H, L, D]`` and ``[B, Hkv, S, D]``; () where they could not be read.
         dtype, mask: ``"float16"``; ``"none"``, ``"bool [1, 1, 77, 77]"``.
         over_torch, torch_stores: what the route's choice says of torch's own function, see ``routes.Choice``.
-        via: ``"override"``, ``"SDPA"`` or ``"by name"`` (calls past the override), ``"VAE"`` or ``"text encoder"``.
     """
 
     block: str
@@ -52,7 +44,6 @@ class CallKind:
     key: tuple[int, ...] = ()
     dtype: str = ""
     mask: str = "none"
-    via: str = "override"
     over_torch: float | None = None
     torch_stores: bool | None = None
 
@@ -127,7 +118,6 @@ class Run:
         peak_bytes: most memory seen on one device during the run; None if not known.
         sample: rows of the largest call, for the exactness check; exactness: its result, see ``reporting.exactness``.
         compared: by kind of call, how far our first answer was from ComfyUI's own; None where it was not compared.
-        came_before: calls that came to an override set before ours which runs first.
         lock: to be held while a tally is changed.
     """
 
@@ -149,7 +139,6 @@ class Run:
     started: float = field(default_factory=time.time)
     elapsed_s: float = 0.0
     finished: bool = False
-    came_before: int = 0
     compared: dict[Hashable, Difference | None] = field(default_factory=dict, repr=False)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)

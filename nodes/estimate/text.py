@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from ..reporting.words import plural, size_text
-from .figures import Figures
-from .largest import WAYS, Axis, Fit
+from .figures import WAYS, Axis, Figures, Fit, Subject
+from .trace import AttentionShape, FfnShape
 
-Largest = Sequence[tuple[Axis, Sequence[Fit]]]
 _COUNTED = (
     "Counted: the tensors of one model evaluation, and the temporary memory of attention and feed-forward layers. "
     "Not counted: copies of weights in transit, workspace of individual kernels, ControlNets, what the "
@@ -18,51 +15,21 @@ _COUNTED = (
 )
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The subject of an estimate.
-
-    Attributes:
-        name: of the model.
-        latent: the shape of each stream of the latent.
-        weight_bytes: all weights of the model.
-        available_bytes: what is free on the card, and what this model already takes there; 0 = not known.
-        total_bytes: all memory of the card.
-    """
-
-    name: str
-    latent: Sequence[Sequence[int]]
-    weight_bytes: int
-    available_bytes: int
-    total_bytes: int
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether not even the weights alone are known to fit."""
-        return self.weight_bytes >= self.available_bytes
-
-    @property
-    def room(self) -> int:
-        """Bytes for everything but the weights, or beside streamed weights."""
-        return self.available_bytes - (0 if self.is_streamed else self.weight_bytes)
-
-
-def text_of(found: Figures, subject: Subject) -> str:
+def text_of(found: Figures, latent: Sequence[Sequence[int]]) -> str:
     """The verdict, then a line per fact."""
-    latents = " and ".join(" x ".join(map(str, shape)) for shape in subject.latent)
+    subject = found.subject
+    latents = " and ".join(" x ".join(map(str, shape)) for shape in latent)
     batch = "prompt and negative prompt in one batch" if found.call.copies == 2 else "one prompt at a time"
     without, patched = map(size_text, found.peaks)
     lines = [
-        f"{subject.name}: {_verdict(found, subject)}",
-        f"Latent {latents}, {batch}, on {found.host.info.name or found.host.device}.",
-        _calls("Attention", found, found.call.attention),
-        _calls("Feed-forward", found, found.call.ffn),
+        f"{subject.name}: {_verdict(found)}",
+        f"Latent {latents}, {batch}, on {subject.info.name or subject.device}.",
+        _calls("Attention", found, AttentionShape),
+        _calls("Feed-forward", found, FfnShape),
         f"Other tensors of the model: {size_text(found.call.other_bytes)} at most. The patch does not change them.",
         f"Peak besides the weights: {without} without the patch, {patched} with it.",
         _COUNTED,
     ]
-    if unread := found.call.unread:
-        lines.append(f"{len(unread)} more attention calls could not be read ({unread[0]}).")
     return "\n".join(lines)
 
 
@@ -71,7 +38,8 @@ def need_text(found: Figures) -> str:
     return f"needs {without} besides its weights" + (f", {patched} with the patch" if found.saved_bytes > 0 else "")
 
 
-def _verdict(found: Figures, subject: Subject) -> str:
+def _verdict(found: Figures) -> str:
+    subject = found.subject
     if not subject.available_bytes:
         return f"{need_text(found)}; how much memory there is is not known."
     without, patched = (_fit(need, subject) for need in found.peaks)
@@ -90,25 +58,27 @@ def _fit(need: int, subject: Subject) -> str:
     return f"fits ({size_text(need + weights)} with its weights)"
 
 
-def _calls(what: str, found: Figures, calls: Sequence[Any]) -> str:
+def _calls(what: str, found: Figures, kind: type) -> str:
+    calls = found.call.of(kind)
     if not calls:
         return f"{what}: no call found."
     largest = max(calls, key=lambda each: each.extra_bytes)
-    without, patched = found.most(calls)
+    without, patched = (max(way) for way in zip(*(found.needs[each].sizes for each in calls)))
     least = f"at least {size_text(without)}" if without else "nothing"
     sizes = f"{least} without the patch, {size_text(patched)} at most with it"
     return f"{what}: {plural(len(calls), 'call')}, {sizes}; the largest {largest.text}: {found.needs[largest].why}."
 
 
-def largest_text(found: Largest, subject: Subject, decode: Fit | None) -> str:
+def largest_text(found: Iterable[tuple[Axis, Sequence[Fit]]], subject: Subject, decode: Fit | None) -> str:
     """Say what fits, a line for each axis. ``decode``: the largest picture that the VAE decodes in one piece; None = no
     VAE was given."""
     streamed = subject.is_streamed
     beside = "with the weights streamed from system memory" if streamed else "beside all weights of the model"
     lines = [f"The largest size that fits into {size_text(subject.room)} {beside}, along one axis at a time:"]
     for axis, fits in found:
-        ways = "; ".join(f"{way} {fit.words}" for way, fit in zip(WAYS, fits))
-        lines.append(f"  {axis.name} (now {axis.now.words}): {ways}")
+        if fits:
+            ways = "; ".join(f"{way} {fit.words}" for way, fit in zip(WAYS, fits))
+            lines.append(f"  {axis.name} (now {axis.now.words}): {ways}")
     if decode is not None:
         lines.append(f"  decoding in one piece, by ComfyUI's own estimate of its VAE: {decode.words}")
     return "\n".join(lines)

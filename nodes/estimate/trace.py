@@ -6,8 +6,8 @@ from __future__ import annotations
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +17,23 @@ from ...pascal_attn_core.ffn.find import find_ffn
 from ...pascal_attn_core.observe.memory import is_uncounted, uncounted
 from ...pascal_attn_core.observe.without_data import WithoutData
 from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
-from ..comfy.layout import HostCall, NotOurs, empty_containers
 from ..reporting.words import dtype_text
-from .inputs import Latent, arguments
 
+Conditioning = list[Any]  # ComfyUI's: [[tensor [B, T, C], {"pooled_output": ...}], ...]
 _SMALL_BYTES = 1 << 20  # constants up to this size keep their values: schedules, position tables
 _LEFT_OUT = ("forward", "_v", "_v_weight", "_v_bias", "_v_signature", "_prefetch")  # others' patches; host's buffers
 _CASTS = "comfy_cast_weights"
+_Shape = TypeVar("_Shape", "AttentionShape", "FfnShape")
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """An attention call: ``[B, H, L, D]``, ``[B, Hkv, S, D]``, ``[B, Hkv, S, Dv]``, dtype, whether there is a mask,
-    and the bytes of the model's own tensors at that moment, the result among them."""
+class AttentionShape(NamedTuple):
+    """An attention call: ``[B, H, L, D]``, ``[B, Hkv, S, D]``, ``[B, Hkv, S, Dv]``, dtype, whether there is a mask."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
     value: tuple[int, ...]
     dtype: torch.dtype
     masked: bool = False
-    live_bytes: int = field(default=0, compare=False)
 
     @property
     def extra_bytes(self) -> int:
@@ -52,17 +49,15 @@ class AttentionShape:
         return f"{sizes} in {dtype_text(self.dtype)}{', masked' if self.masked else ''}"
 
 
-@dataclass(frozen=True)
-class FfnShape:
-    """A feed-forward call: name and class of the module, shape and dtype of its input, the most bytes that it took
-    besides input and output, and the bytes of all tensors of the model after it."""
+class FfnShape(NamedTuple):
+    """A feed-forward call: name and class of the module, shape and dtype of its input, and the most bytes that it took
+    besides input and output."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     extra_bytes: int
-    live_bytes: int = field(default=0, compare=False)
 
     @property
     def text(self) -> str:
@@ -70,22 +65,22 @@ class FfnShape:
         return f"{self.name} ({self.kind}) on {' x '.join(map(str, self.shape))} in {dtype_text(self.dtype)}"
 
 
-@dataclass
-class ModelCall:
+class ModelCall(NamedTuple):
     """The calls that one evaluation of the model makes.
 
     Attributes:
-        attention, ffn: its calls in order.
+        calls: each call in order, and the bytes of the model's own tensors beside it, its result among them.
         other_bytes: most bytes of the model's own tensors at once, outside of these calls.
-        unread: attention calls whose shapes could not be read, and why.
         copies: prompts in one batch.
     """
 
-    attention: list[AttentionShape] = field(default_factory=list)
-    ffn: list[FfnShape] = field(default_factory=list)
-    other_bytes: int = 0
-    unread: list[str] = field(default_factory=list)
+    calls: list[tuple[AttentionShape | FfnShape, int]]
+    other_bytes: int
     copies: int = 1
+
+    def of(self, kind: type[_Shape]) -> list[_Shape]:
+        """The calls of one kind, in order."""
+        return [each for each, _ in self.calls if isinstance(each, kind)]
 
 
 class Tracer(WithoutData):
@@ -93,7 +88,7 @@ class Tracer(WithoutData):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = ModelCall()
+        self.calls: list[tuple[AttentionShape | FfnShape, int]] = []
         self.peak_outside = 0
         self._is_inside = False
 
@@ -107,36 +102,17 @@ class Tracer(WithoutData):
         if not self._is_inside:
             self.peak_outside = max(self.peak_outside, self.live)
 
-    # ---- attention ----
-
-    def override(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Put at ``optimized_attention_override``: notes the call's shape and returns a result without data."""
-        try:
-            call = HostCall.of(args, kwargs)
-        except NotOurs as reason:
-            self.found.unread.append(str(reason))
-            return func(*args, **kwargs)
-        empty_containers(args, kwargs)
-        return call.returned(self.attend(*call.given[:4]))
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Note a call ``[B, H, L, D]``; returns an empty result of its shape."""
-        shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-        out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
-        self.found.attention.append(AttentionShape(*shapes, query.dtype, mask is not None, self.live))
-        return out.transpose(1, 2)
-
-    def _sdpa(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """A call of torch's function by a model that bypasses the override."""
+    def attend(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Note a call of torch's function; returns a result without data, laid out as ComfyUI's reshape wants it."""
         call = bind_sdpa(args, kwargs)
         if isinstance(call, str):
             return TORCH_SDPA(*args, **kwargs)  # which raises its own error
         # [*batch, H, N, D] with one leading dimension
         query, key, value = (t.flatten(0, -4) if t.dim() > 4 else t[(None,) * (4 - t.dim())] for t in call[:3])
-        out = self.attend(query, key, value, call.attn_mask)
+        shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+        out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])).transpose(1, 2)
+        self.calls.append((AttentionShape(*shapes, query.dtype, call.attn_mask is not None), self.live))
         return out.reshape(*call.query.shape[:-3], *out.shape[-3:])
-
-    # ---- feed-forward ----
 
     def watch(self, network: nn.Module) -> None:
         for name, module, state, _ in find_ffn(network):
@@ -154,16 +130,15 @@ class Tracer(WithoutData):
             if isinstance(x, Tensor) and isinstance(out, Tensor):
                 extra = max(0, inside - before - out.numel() * out.element_size())
                 kind = type(module).__name__
-                self.found.ffn.append(FfnShape(name, kind, tuple(x.shape), x.dtype, extra, self.live))
+                self.calls.append((FfnShape(name, kind, tuple(x.shape), x.dtype, extra), self.live))
             return out
 
         return watched
 
     def run(self, call: Callable[[], Any]) -> ModelCall:
-        with torch.no_grad(), SdpaMode(self._sdpa), self:
+        with torch.no_grad(), SdpaMode(self.attend), self:
             call()
-        self.found.other_bytes = self.peak_outside
-        return self.found
+        return ModelCall(self.calls, self.peak_outside)
 
 
 class Shadow:
@@ -218,6 +193,75 @@ class Shadow:
         return nn.Parameter(empty, requires_grad=False) if is_parameter else empty
 
 
+# ---- as ComfyUI's sampler calls a model ----
+
+
+@dataclass(frozen=True)
+class Latent:
+    """A latent as the sampler packs it.
+
+    Attributes:
+        samples: ``[B, C, ...]``; of several streams (video and sound) one packed tensor.
+        shapes: of each stream.
+    """
+
+    samples: Tensor
+    shapes: list[Any]
+
+    @staticmethod
+    def of(patcher: Any, latent: dict[str, Any]) -> Latent:
+        """A LATENT, with the channels and dimensions that the model wants."""
+        import comfy.sample
+        import comfy.utils
+
+        samples = latent["samples"]
+        ratios = (latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal"))
+        try:
+            samples = comfy.sample.fix_empty_latent_channels(patcher, samples, *ratios)
+        except TypeError:  # up to ComfyUI 0.8
+            samples = comfy.sample.fix_empty_latent_channels(patcher, samples)
+        if getattr(samples, "is_nested", False):
+            packed, shapes = comfy.utils.pack_latents(samples.unbind())
+            return Latent(packed.float().cpu(), shapes)
+        return Latent(samples.float().cpu(), [samples.shape])
+
+
+def prompts(conditioning: Conditioning) -> list[dict[str, Any]]:
+    """The conditioning on the CPU in the form that the model's ``extra_conds`` takes; without ControlNets and hooks."""
+    import comfy.sampler_helpers
+
+    left_out = ("control", "hooks", "gligen", "area", "mask")
+    return [
+        {
+            name: value.cpu() if isinstance(value, Tensor) else value
+            for name, value in cond.items()
+            if name not in left_out
+        }
+        for cond in comfy.sampler_helpers.convert_cond(conditioning)
+    ]
+
+
+def arguments(model: nn.Module, latent: Latent, cond: dict[str, Any], copies: int) -> tuple[Tensor, Tensor, dict]:
+    """x, sigma and the keyword arguments of ``apply_model`` for ``copies`` prompts in one batch."""
+    import comfy.samplers
+
+    x, cpu = latent.samples, torch.device("cpu")
+    options = {"latent_image": x, "denoise_mask": None, "seed": 0, "latent_shapes": latent.shapes}
+    # the sampler hands all of this on to the model by name
+    conds = comfy.samplers.encode_model_conds(model.extra_conds, [cond], x, cpu, "positive", **options)
+    sigma = torch.full((x.shape[0],), float(model.model_sampling.sigma_max))  # type: ignore[union-attr, arg-type]
+    part = comfy.samplers.get_area_and_mult({**conds[0], "uuid": 0}, x, sigma)
+    given = comfy.samplers.cond_cat([part.conditioning] * copies)
+    return torch.cat([x] * copies), torch.cat([sigma] * copies), given
+
+
+def _by_sdpa(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """ComfyUI's attention by torch's function, which the tracer sees, whichever it would use itself."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    return attention_pytorch(*args, **kwargs)
+
+
 def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: int) -> ModelCall:
     """Trace one call of the patcher's model as the sampler would make it, with ``copies`` prompts in one batch.
 
@@ -225,13 +269,11 @@ def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: in
         Exception: whatever the model raises where it cannot be followed.
     """
     tracer = Tracer()
-    tracer.found.copies = copies
     model: Any = Shadow(tracer.shapes).of(patcher.model)
     model.current_patcher = None
     tracer.watch(model.diffusion_model)
     options = {
-        # a closure, for hosts that look for attributes of an override
-        "optimized_attention_override": lambda func, *args, **kwargs: tracer.override(func, *args, **kwargs),
+        "optimized_attention_override": _by_sdpa,
         "cond_or_uncond": list(range(copies)),
         "sigmas": torch.full((1,), float(model.model_sampling.sigma_max)),
         "sample_sigmas": torch.linspace(float(model.model_sampling.sigma_max), 0.0, 3),
@@ -241,4 +283,4 @@ def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: in
         x, sigma, given = arguments(model, latent, prompt, copies)
         model.apply_model(x, sigma, transformer_options=options, **given)
 
-    return tracer.run(call)
+    return tracer.run(call)._replace(copies=copies)

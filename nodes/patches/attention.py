@@ -8,12 +8,11 @@ from typing import Any
 from ..comfy import host, memory_required
 from ..comfy.by_name import OVERRIDE
 from ..comfy.host import KEY
-from ..comfy.others import AUTO, REPLACE, name_of
+from ..comfy.others import AUTO, REPLACE, name_of, runs_first
 from ..engine.engine import Engine
-from ..engine.runs import PASSED, TAKEN
 from ..reporting import gain
 from .int8_attention import layers_in
-from .override import Scope, engine_of, make_override, make_wrapper, previous_of
+from .override import Scope, by_engine, engine_of, make_override, make_wrapper, previous_of
 
 # What ComfyUI runs, from the outside in, and how attention calls there are named if they have no name of their own:
 # some models refine the prompt before the first step, ControlNets are called beside the model; and on multi-GPU hosts
@@ -21,10 +20,14 @@ from .override import Scope, engine_of, make_override, make_wrapper, previous_of
 _AROUND = {"OUTER_SAMPLE": "preparation call", "CALC_COND_BATCH": "ControlNet call", "APPLY_MODEL": "call"}
 
 
-def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, behind: bool) -> None:
-    """Put our override, wrappers and callbacks on a fresh clone; our patch that it had is replaced."""
+def install(patched: Any, engine: Engine, earlier: str, *, whole_model: bool) -> str:
+    """Put our override, wrappers and callbacks on a fresh clone; our patch that it had is replaced. Returns what
+    becomes of another pack's override that it had, by the choice ``earlier`` of ``others``; "" = it had none."""
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+    options = host.own_options(patched)
+    before = previous_of(options.get(OVERRIDE))
+    behind = runs_first(before, earlier)
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
     scope = Scope()
@@ -34,14 +37,16 @@ def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, beh
         if whole_model or around == "APPLY_MODEL":
             wrapper = make_wrapper(engine, scope, word, catches=whole_model)
             patched.add_wrapper_with_key(getattr(WrappersMP, around), KEY, wrapper)
-    override: Any = make_override(engine, scope, before, runs_first=behind)
-    host.own_options(patched)[OVERRIDE] = override
+    answer = functools.partial(by_engine, engine, scope)
+    options[OVERRIDE] = override = make_override(engine, answer, before, earlier)
     if override.memory_efficient:
         patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, memory_required.preparing)
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, memory_required.batching)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda patcher: _before_run(engine, patcher))
-    after = functools.partial(_after_run, engine, before=before, behind=behind)
+    other = "" if before is None else f"{name_of(before)} {'runs before this node' if behind else 'is replaced'}"
+    after = functools.partial(_after_run, engine, other=other, behind=behind)
     patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, after)
+    return other
 
 
 def _before_run(engine: Engine, patcher: Any) -> None:
@@ -49,7 +54,7 @@ def _before_run(engine: Engine, patcher: Any) -> None:
     engine.begin()
 
 
-def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
+def _after_run(engine: Engine, patcher: Any, other: str, behind: bool) -> None:
     if not engine.is_running:  # something failed before the sampling began
         return
     current = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
@@ -59,29 +64,20 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
     elif run.count() == 0 and layers_in(current) is not None:
         run.note("every attention call was computed in 8 bits, by Pascal 8-Bit")
     elif run.count() == 0 and not engine.failure:
-        engine.warn(f"no attention call reached the patch: {_why_none(engine, current, run.came_before)}")
-    if before is not None and run.count():
-        run.note(_beside(name_of(before), behind, run))
+        engine.warn(f"no attention call reached the patch: {_why_none(engine, current, behind)}")
+    if other and run.count():
+        run.note(f"{other} ('earlier_patch' changes the order)")
     finished = engine.end()
     if finished is not None:
         gain.say(finished)
 
 
-def _beside(name: str, behind: bool, run: Any) -> str:
-    taken, passed = run.count(TAKEN), run.count(PASSED)
-    what = f"only computes attention and is replaced: this patch took {taken:,} calls, the other {passed:,}"
-    if behind:
-        what = f"may change the result and runs first: it received {run.came_before:,} calls; {run.count():,} calls"
-        what += " reached this patch"
-    return f"{name}, set before this patch, {what} ('earlier_patch' changes the order)"
-
-
-def _why_none(engine: Engine, current: Any, came_before: int) -> str:
+def _why_none(engine: Engine, current: Any, behind: bool) -> str:
     if current is None:
         return "another node removed it; put that node before Pascal Attention Patch"
     if engine_of(current) is not engine:
         return f"{name_of(current)} replaced it and passes nothing on; put that node before Pascal Attention Patch"
-    if came_before:
-        what = f"{name_of(previous_of(current))}, set before it, computed all {came_before:,} calls itself"
+    if behind:
+        what = f"{name_of(previous_of(current))}, set before it, passes none on"
         return f"{what}; set 'earlier_patch' to '{REPLACE}' if that patch does not change the result"
     return f"this model does not offer its attention calls to patches; try coverage '{AUTO}'"

@@ -25,21 +25,7 @@ from .int8_attention import AUTO, OFF, layers_for, layers_in
 
 log = logging.getLogger("pascal_attn")
 _MUCH_SLOWER = 1.1
-Options = tuple[float, tuple[str, ...], tuple[str, ...], str, bool]
-_bindings: weakref.WeakKeyDictionary[nn.Module, dict[Options, Int8Binding]] = weakref.WeakKeyDictionary()
-
-
-def binding_for(model: nn.Module, options: Options) -> Int8Binding:
-    """The binding of these options (max_error, include, exclude, weights, only_faster) for this loaded model: a node
-    that is executed again, after a LoRA's strength has changed, say, goes on with what was measured."""
-    max_error, include, exclude, weights, only_faster = options
-    known = _bindings.setdefault(model, {})
-    if options not in known:
-        chosen = [[_selector(text) for text in texts] or None for texts in (include, exclude)]
-        known[options] = Int8Binding(
-            max_error=max_error, include=chosen[0], exclude=chosen[1], weights=weights, only_faster=only_faster
-        )
-    return known[options]
+_bindings: weakref.WeakKeyDictionary[nn.Module, dict[tuple, Int8Binding]] = weakref.WeakKeyDictionary()
 
 
 def patterns(text: str) -> tuple[str, ...]:
@@ -86,16 +72,25 @@ class Int8Settings:
     only_faster: bool = False
     earlier_patch: str = others.AUTO
 
-    @property
-    def options(self) -> Options:
-        names = patterns(self.include), patterns(self.exclude)
-        return float(self.max_error), *names, self.weights, self.only_faster
-
     def text(self, *, attention: bool) -> str:
         """``"error at most 5.0%, weights host, attention in 8 bits with an error of at most 2.0%"``."""
         parts = [f"error at most {self.max_error:.1%}, weights {self.weights}"] if self.linear_layers else []
         parts += [f"attention in 8 bits with an error of at most {self.attention_max_error:.1%}"] if attention else []
         return ", ".join(parts)
+
+
+def binding_for(model: nn.Module, wanted: Int8Settings) -> Int8Binding:
+    """The binding of these settings for this loaded model: a node that is executed again, after a LoRA's strength has
+    changed, say, goes on with what was measured."""
+    known = _bindings.setdefault(model, {})
+    key = wanted.max_error, wanted.include, wanted.exclude, wanted.weights, wanted.only_faster
+    if key not in known:
+        max_error, *chosen, weights, only_faster = key
+        include, exclude = ([_selector(text) for text in patterns(texts)] or None for texts in chosen)
+        known[key] = Int8Binding(
+            max_error=max_error, include=include, exclude=exclude, weights=weights, only_faster=only_faster
+        )
+    return known[key]
 
 
 class Int8Layers(Injection):
@@ -111,7 +106,7 @@ class Int8Layers(Injection):
         self.why_exact = int8_attention.ON_A_CPU if is_too_slow else ""
         self.attention = None if is_off else layers_for(network, float(wanted.attention_max_error))
         text, subject = wanted.text(attention=not is_off), host.name_of_model(patcher.model)
-        super().__init__(binding_for(network, wanted.options), subject, text, unique_id)
+        super().__init__(binding_for(network, wanted), subject, text, unique_id)
 
     def attach(self, patcher: Any) -> None:
         network = network_of(patcher)
@@ -123,7 +118,7 @@ class Int8Layers(Injection):
 
     def begin(self, patcher: Any) -> None:
         self.binding.restart()
-        self.files.restart()
+        self.files.calls = 0
         if attention := _attention_of(patcher):
             attention.restart()
 
@@ -155,7 +150,7 @@ def _attention_of(patcher: Any) -> int8_attention.AttentionLayers | None:
 
 def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any, str]:
     """A clone of ``model`` whose layers run in 8 bits, and what is known of each before a run."""
-    patched = clone_for(model, wanted.options) if wanted.linear_layers else model.clone()
+    patched = clone_for(model, wanted) if wanted.linear_layers else model.clone()
     layers, network = Int8Layers(patched, wanted, unique_id), network_of(patched)
     install(patched, layers)
     comfy_kitchen.install(patched, layers.files)
@@ -163,8 +158,8 @@ def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any,
     reports = layers.reports(patched)
     first, more = f"{layers.subject}: {layers.settings}", []
     if wanted.linear_layers:
-        first = status(reports[0], layers.subject, layers.settings)
-        more = [unmatched(network, (*wanted.options[1], *wanted.options[2])), layers.files.text()]
+        first = f"{reports[0].able} linear layers of {layers.subject} for int8, {layers.settings}"
+        more = [unmatched(network, patterns(f"{wanted.include},{wanted.exclude}")), layers.files.text()]
         if more[0]:
             log.warning("pascal_attn: %s: %s", layers.subject, more[0])
     more = [*filter(None, [*more, layers.why_exact])]
@@ -172,12 +167,6 @@ def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any,
     texts = [report.text() for report in reports if report.lines or report.weights]
     texts += ["attention layers are found and measured in their first call"] * (len(texts) < len(reports))
     return patched, "\n".join([*texts, *more])
-
-
-def status(report: Int8Report, subject: str, settings: str) -> str:
-    """``"304 linear layers of Flux for int8, error at most 5.0%, weights host; 12 left, 3 cannot be"``."""
-    text = f"{report.able} linear layers of {subject} for int8"
-    return "; ".join(filter(None, [text + f", {settings}" * bool(report.able or not report.lines), report.left]))
 
 
 def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:
@@ -196,14 +185,14 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[st
 _whole: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-def clone_for(patcher: Any, options: Options) -> Any:
+def clone_for(patcher: Any, wanted: Int8Settings) -> Any:
     """A clone of ``patcher`` whose float weights are where it says they are.
 
     With dynamic loading each call brings them from main memory into memory of ComfyUI's own. Such a model is loaded
     once more in the ordinary way, as ComfyUI's own node for torch.compile does; unless nothing in it can run in 8 bits.
     """
     model, is_dynamic = patcher.model, getattr(patcher, "is_dynamic", bool)()
-    if not is_dynamic or not binding_for(network_of(patcher), options).report(network_of(patcher)).able:
+    if not is_dynamic or not binding_for(network_of(patcher), wanted).report(network_of(patcher)).able:
         return patcher.clone()
     try:
         clone = patcher.clone(disable_dynamic=True, model_override=_whole.get(model))

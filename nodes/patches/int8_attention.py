@@ -18,20 +18,12 @@ from ...pascal_attn_core.int8.report import Int8Report
 from ..comfy import host
 from ..comfy.by_name import OVERRIDE, Attention
 from ..comfy.layout import HostCall, empty_containers
-from ..comfy.others import AUTO as EARLIER
 from ..engine.runs import block_name
-from .override import marked, owner_of, pass_to, passed_on, previous_of, split
+from .override import make_override, owner_of, pass_to, previous_of
 
 AUTO, ALWAYS, OFF = CHOICES = ("auto", "always", "off")
 KEY = f"{host.KEY}_int8"
 ON_A_CPU = "attention stays exact: on a CPU 8 bits are slow, and for checks only"
-
-
-class _Names(threading.local):
-    """How often each block has called attention in the model call in progress."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
 
 
 class AttentionLayers(AttentionBinding):
@@ -40,14 +32,15 @@ class AttentionLayers(AttentionBinding):
 
     def __init__(self, max_error: float):
         super().__init__(max_error=max_error)
-        self._layers, self._names = {}, _Names()
+        self._layers = {}
+        self._local = threading.local()  # seen: how often each block has called attention in this model call
 
     def report(self, model: Any = None) -> Int8Report:
         return self.report_of([site.line() for site in self._layers.values()])
 
     def around_model(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """For ``add_wrapper_with_key``: a call of the model begins."""
-        self._names.seen.clear()
+        self._local.seen = Counter()
         return executor(*args, **kwargs)
 
     def attend(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -68,8 +61,13 @@ class AttentionLayers(AttentionBinding):
         empty_containers(args, kwargs)
         return call.returned(out)
 
+    def answer(self, func: Attention, rest: Attention | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call in 8 bits, or else exactly, by ``rest`` or by ``func``: see :func:`.override.make_override`."""
+        out = None if torch.compiler.is_compiling() else self.attend(args, kwargs)
+        return pass_to(func, rest, args, kwargs) if out is None else out
+
     def _site(self, options: dict[str, Any] | None) -> AttentionSite:
-        block, seen = block_name(options) or "call", self._names.seen
+        block, seen = block_name(options) or "call", vars(self._local).setdefault("seen", Counter())
         seen[block] += 1
         name = block if seen[block] == 1 else f"{block} ({seen[block]})"
         return self._layers.setdefault(name, AttentionSite(name, "attention", self.options))
@@ -103,27 +101,8 @@ def install(patched: Any, layers: AttentionLayers | None, earlier: str) -> None:
     before = previous_of(options.pop(OVERRIDE, None), AttentionLayers)
     if layers is not None:
         patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, layers.around_model)
-        before = make_override(layers, before, earlier)
+        before = make_override(layers, layers.answer, before, earlier)
+        # The words of the node by which other nodes' reports name it.
+        before.__module__, before.__qualname__ = f"{__name__.rpartition('.patches.')[0]}.eight_bit", "Pascal8Bit.patch"
     if before is not None:
         options[OVERRIDE] = before
-
-
-def make_override(layers: AttentionLayers, previous: Attention | None, earlier: str = EARLIER) -> Attention:
-    """``override(func, *args, **kwargs)`` as ComfyUI calls it: in 8 bits, or else exactly, by ``previous`` or by the
-    host's own function; another pack's override that may change the result gets every call first. A closure, see
-    :func:`.override.make_override`."""
-    first, rest = split(previous, earlier)
-
-    def alone(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out = None if torch.compiler.is_compiling() else layers.attend(args, kwargs)
-        return pass_to(func, rest, args, kwargs) if out is None else out
-
-    def attention_in_8_bits(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return alone(func, *args, **kwargs) if first is None else first(passed_on(alone, func), *args, **kwargs)
-
-    stores_scores = not getattr(previous, "memory_efficient", False)
-    is_behind = None if first is None else alone
-    override = marked(attention_in_8_bits, layers, previous, stores_scores=stores_scores, alone=is_behind)
-    # The words of the node by which other nodes' reports name it.
-    override.__module__, override.__qualname__ = f"{__name__.rpartition('.patches.')[0]}.eight_bit", "Pascal8Bit.patch"
-    return override

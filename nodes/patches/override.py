@@ -18,10 +18,12 @@ from ...pascal_attn_core.vae.banded import Banded
 from ..comfy import host
 from ..comfy.by_name import Attention, caught
 from ..comfy.layout import HostCall, NotOurs, empty_containers, has_containers, signature
-from ..comfy.others import runs_first as goes_first
-from ..engine.compare import Difference, with_host, with_torch
+from ..comfy.others import AUTO, runs_first
+from ..engine.compare import Difference, with_host
 from ..engine.engine import Engine
-from ..engine.runs import Place, block_name
+from ..engine.runs import block_name
+
+Answer = Callable[[Attention, "Attention | None", tuple, dict[str, Any]], Any]
 
 
 class _Local(threading.local):
@@ -82,38 +84,42 @@ class Scope:
 # ---- the override ----------------------------------------------------------------------------------------------------
 
 
-def make_override(engine: Engine, scope: Scope, previous: Attention | None, *, runs_first: bool = False) -> Attention:
-    """``override(func, *args, **kwargs)`` as ComfyUI calls it: ours where we take the call, else ``previous``, else
-    ``func``, the host's own function. With ``runs_first`` every call goes to ``previous`` first, and ours gets those
-    that it passes on.
+def make_override(owner: Any, answer: Answer, previous: Attention | None, earlier: str = AUTO) -> Any:
+    """``override(func, *args, **kwargs)`` as ComfyUI calls it, with the attributes that ComfyUI reads. Another pack's
+    override that may change the result, by the choice ``earlier`` of ``others``, gets every call first.
 
     A closure, not an object with ``__call__``: up to ComfyUI 0.12 a clone of the model copies objects deeply.
+
+    Args:
+        owner: the engine or the 8-bit layers behind it.
+        answer: ``answer(func, rest, args, kwargs)``: ours to a call of ``func``, the host's own function, or that of
+            ``rest``, the override that gets what ours leaves.
+        previous: the override that the clone had.
     """
-    behind = previous is not None and runs_first
+    first, rest = _split(previous, earlier)
 
-    def came() -> None:
-        if not torch.compiler.is_compiling():
-            engine.run.came_before += 1
+    def alone(func: Attention, *args: Any, **kwargs: Any) -> Any:
+        return answer(func, rest, args, kwargs)
 
-    def answer(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _answer(engine, scope, func, None, args, kwargs)
+    def attention_by_pascal_attn(func: Attention, *args: Any, **kwargs: Any) -> Any:
+        return alone(func, *args, **kwargs) if first is None else first(_passed_on(alone, func), *args, **kwargs)
 
-    def alone(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        came()
-        return answer(func, *args, **kwargs)
+    override: Any = attention_by_pascal_attn
+    override.pascal_attn = (override, owner, previous, first and alone)  # itself: functools.wraps copies marks
+    # For ComfyUI's estimate of a step's memory.
+    takes_all = first is None and isinstance(owner, Engine)
+    override.memory_efficient = takes_all or getattr(previous, "memory_efficient", False)
+    # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
+    # that an override further back which wants them still gets them.
+    takes_containers = getattr(previous, "container_function", None)
+    if takes_containers is not None:
+        override.container_function = (
+            takes_containers if first else lambda *args, **kwargs: override(host.attention_function(), *args, **kwargs)
+        )
+    return override
 
-    def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if previous is None or not behind:
-            return _answer(engine, scope, func, previous, args, kwargs)
-        came()
-        return previous(passed_on(answer, func), *args, **kwargs)
 
-    stores_scores = behind and not getattr(previous, "memory_efficient", False)
-    alone_behind = alone if behind else None
-    return marked(attention_by_pascal_attn, engine, previous, stores_scores=stores_scores, alone=alone_behind)
-
-
-def passed_on(override: Attention, func: Callable[..., Any]) -> Callable[..., Any]:
+def _passed_on(override: Attention, func: Callable[..., Any]) -> Callable[..., Any]:
     """Return what an override that runs first is given in place of ``func``, the host's own function."""
 
     def attention(*args: Any, **kwargs: Any) -> Any:
@@ -124,40 +130,22 @@ def passed_on(override: Attention, func: Callable[..., Any]) -> Callable[..., An
     return attention
 
 
-def marked(
-    override: Any, owner: Any, previous: Attention | None, *, stores_scores: bool, alone: Attention | None = None
-) -> Any:
-    """An override with its owner and the one before it, and the attributes that ComfyUI reads; ``alone``: ours without
-    the one before, where that runs first."""
-    behind = alone is not None
-    override.pascal_attn = (override, owner, previous, alone)  # itself: functools.wraps of another pack copies marks
-    override.memory_efficient = not stores_scores  # for ComfyUI's estimate of a step's memory
-    # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
-    # that an override further back which wants them still gets them.
-    takes_containers = getattr(previous, "container_function", None)
-    if takes_containers is not None:
-        override.container_function = (
-            takes_containers if behind else lambda *args, **kwargs: override(host.attention_function(), *args, **kwargs)
-        )
-    return override
-
-
-def _answer(
+def by_engine(
     engine: Engine, scope: Scope, func: Attention, previous: Attention | None, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """Our answer to a call of ``func``, or that of those before us. What either calls is part of this call."""
+    """Answer a call by an engine, or by those before us. What either calls is part of this call."""
     is_compiling = torch.compiler.is_compiling()
     if is_compiling:  # nothing is named or counted in a graph
-        out = in_host_layout(engine, Place(), func, args, kwargs)
+        out = in_host_layout(engine, "", func, args, kwargs)
         if out is not None:
             return out
     else:
-        place = Place(block_name(kwargs.get("transformer_options")) or scope.next_name())
+        block = block_name(kwargs.get("transformer_options")) or scope.next_name()
     local = scope.local
     before, local.inside = local.inside, True
     try:
         if not is_compiling:
-            out = in_host_layout(engine, place, func, args, kwargs)
+            out = in_host_layout(engine, block, func, args, kwargs)
         return pass_to(func, previous, args, kwargs) if out is None else out
     finally:
         local.inside = before
@@ -189,13 +177,13 @@ def previous_of(override: Any, kind: type = Engine) -> Any:
     return override.pascal_attn[2] if isinstance(owner_of(override), kind) else override
 
 
-def split(previous: Attention | None, choice: str) -> tuple[Attention | None, Attention | None]:
+def _split(previous: Attention | None, choice: str) -> tuple[Attention | None, Attention | None]:
     """The overrides before one of ours: another pack's that every call goes to first, by the choice of ``others``, and
     the one that gets what ours leaves."""
     if engine_of(previous) is not None:
         *_, others_own, alone = previous.pascal_attn  # type: ignore[union-attr]
         return (None, previous) if alone is None else (others_own, alone)
-    return (previous, None) if goes_first(previous, choice) else (None, previous)
+    return (previous, None) if runs_first(previous, choice) else (None, previous)
 
 
 # ---- calls that bypass it --------------------------------------------------------------------------------------------
@@ -216,13 +204,13 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if scope.local.inside or any(type(tensor) not in (*PLAIN, Banded) for tensor in tensors):
         return TORCH_SDPA(*args, **kwargs)
-    place, given = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
+    block, given = scope.next_name(), bind_sdpa(args, kwargs)
     if isinstance(given, str) or given.dropout_p:
-        engine.leave(place, given if isinstance(given, str) else "it has dropout")
+        engine.leave(block, given if isinstance(given, str) else "it has dropout")
         return TORCH_SDPA(*args, **kwargs)
     with scope.inside():
         given = given._replace(is_causal=bool(given.is_causal), enable_gqa=bool(given.enable_gqa))
-        out = engine.attend(given, place, compare=functools.partial(with_torch, given))
+        out = engine.attend(given, block)
     return TORCH_SDPA(*args, **kwargs) if out is None else out
 
 
@@ -230,13 +218,12 @@ def _attend_by_name(engine: Engine, scope: Scope, function: Attention, args: tup
     """One call of a function of the host that has bypassed the override."""
     if scope.local.inside:
         return function(*args, **kwargs)
-    via = "by name" if engine.part == "diffusion model" else engine.part
     with scope.inside():
-        out = in_host_layout(engine, Place(scope.next_name(), via), function, args, kwargs)
+        out = in_host_layout(engine, scope.next_name(), function, args, kwargs)
         return function(*args, **kwargs) if out is None else out
 
 
-def in_host_layout(engine: Engine, place: Place, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
+def in_host_layout(engine: Engine, block: str, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A call of the host's attention function, its result in the host's layout; None where it is left to others.
 
     function: what the host would call; a few rows of the first call of each kind are compared with its answer.
@@ -244,20 +231,20 @@ def in_host_layout(engine: Engine, place: Place, function: Attention, args: tupl
     kind = None
     try:
         kind = signature(args, kwargs)
-        if engine.is_left(place, kind):
+        if engine.is_left(block, kind):
             return None
         call = HostCall.of(args, kwargs)
     except NotOurs as reason:
-        engine.leave(place, str(reason), kind)
+        engine.leave(block, str(reason), kind)
         return None
     except Exception as error:  # an unforeseen call is the host's, whatever is wrong with it
-        engine.leave_unread(place, error)
+        engine.leave_unread(block, error)
         return None
 
     def compare(ours: Tensor) -> Difference | None:
         return with_host(function, args, kwargs, call.returned(ours))
 
-    out = engine.attend(call.given, place, kind, compare)
+    out = engine.attend(call.given, block, kind, compare)
     if out is None:
         return None
     if has_containers(args, kwargs):

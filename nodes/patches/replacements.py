@@ -1,4 +1,4 @@
-"""Functions that take the place of attention in the modules of a model; ``comfy.sites`` finds where."""
+"""Functions that take the place of attention in the modules of a model; ``comfy.objects`` finds where."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from ...pascal_attn_core.call import Arguments
 from ..comfy.by_name import Attention
 from ..comfy.objects import Replacements, replaced_by_others
-from ..engine.compare import Difference, whole
 from ..engine.engine import Engine
-from ..engine.runs import Place
 from ..reporting import gain
 from .override import Scope
 
-Replace = Callable[[Engine, Scope, Place, Attention], Attention]
+Replace = Callable[[Engine, Scope, str, Attention], Attention]
 Find = Callable[[nn.Module], Iterable[tuple[str, Replace]]]
 
 
@@ -73,7 +71,7 @@ class Sites:
         self.replacements: Replacements = {}
         for name, module in model.named_modules():
             for attribute, replace in find(module):
-                make = functools.partial(replace, engine, self.scope, Place(name, engine.part))
+                make = functools.partial(replace, engine, self.scope, name)
                 self.replacements[f"{name}.{attribute}".lstrip(".")] = make
         self.names = list(self.replacements)
         self.blocks = sorted({name.rpartition(".")[0] for name in self.names})
@@ -86,34 +84,30 @@ class Sites:
         return f"{blocks} attention block{'' if blocks == 1 else 's'} of {engine.subject}, {engine.describe()}"
 
 
-def channels_first(engine: Engine, scope: Scope, place: Place, previous: Attention) -> Attention:
+def channels_first(engine: Engine, scope: Scope, block: str, previous: Attention) -> Attention:
     """In place of ``previous(q, k, v)`` of a VAE: one head over tensors ``[B, C, *positions]``."""
 
     def attention_by_pascal_attn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def as_given(ours: Tensor) -> Tensor:
-            return ours.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
-
-        def compare(ours: Tensor) -> Difference | None:
-            return whole(previous, (query, key, value), as_given(ours))
-
         out = None
         with scope.inside():
             if args or kwargs or query.dim() < 3:
-                engine.leave(place, "its arguments are not known")
+                engine.leave(block, "its arguments are not known")
             else:
                 q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
-                out = engine.attend(Arguments(q, k, v), place, compare=compare)
-            return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
+                out = engine.attend(Arguments(q, k, v), block)
+            if out is None:
+                return previous(query, key, value, *args, **kwargs)
+            return out.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
 
     return attention_by_pascal_attn
 
 
-def located(engine: Engine, scope: Scope, place: Place, previous: Attention) -> Attention:
+def located(engine: Engine, scope: Scope, block: str, previous: Attention) -> Attention:
     """In place of a ``forward`` that calls the host's or torch's attention: the calls have the module's name."""
 
     @functools.wraps(previous)
     def forward_in_place(*args: Any, **kwargs: Any) -> Any:
-        with scope.at(place.block):
+        with scope.at(block):
             return previous(*args, **kwargs)
 
     return forward_in_place

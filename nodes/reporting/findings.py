@@ -25,9 +25,9 @@ PATCHES = {
 _UNFINISHED = "not finished: the figures cover the run so far"
 _NOT_RUN = (
     "has not run in this prompt: ComfyUI used the results in its cache, or this report does not stand behind what "
-    "samples or decodes. Connect the sampler's LATENT or the decoder's IMAGE to it."
+    "samples or decodes. Connect the sampler's LATENT or the decoder's IMAGE to it. Its most recent earlier run is "
+    "shown, if one is on record."
 )
-_BEFORE, _NONE_BEFORE = "Its most recent earlier run is shown.", "It has no earlier run on record."
 _MOST_GROUPS = 6  # of blocks, in a row
 
 
@@ -49,7 +49,7 @@ class Shown(NamedTuple):
         run, found = self.run, []
         if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
             found.append("no attention call reached the patch")
-        if run.exactness is not None and not run.exactness.is_exact:
+        if run.exactness is not None and run.exactness.is_exact is False:
             found.append(run.exactness.text)
         return found
 
@@ -89,7 +89,6 @@ class Findings:
         remarks: sentences below them: what is missing and why.
         machine: the facts of the computer.
         host: of ComfyUI, by name: ``{"ComfyUI": "0.33.0", "attention": "attention_pytorch"}``.
-        when: seconds since the epoch.
     """
 
     machine: Machine
@@ -97,12 +96,6 @@ class Findings:
     alarms: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     host: dict[str, str] = field(default_factory=dict)
-    when: float = field(default_factory=time.time)
-
-    @property
-    def attention(self) -> str:
-        """ComfyUI's name of the function that computes its attention."""
-        return self.host.get("attention", "")
 
 
 def choose_runs(
@@ -117,20 +110,18 @@ def choose_runs(
         report_id: the report's own node.
     """
     shown = [Shown(run, "" if run.finished else _UNFINISHED) for run in known if run.prompt_id == prompt_id]
-    seen = {(entry.run.unique_id, entry.run.part) for entry in shown}
-    patches = {node: kind for node in prompt if (kind := kind_of(prompt, node)) in PATCHES}
+    newest = {(run.unique_id, run.part): run for run in known}
+    patches = [node for node in prompt if kind_of(prompt, node) in PATCHES]
     earlier, remarks = [], []
-    for node, kind in patches.items():
-        title, part = PATCHES[kind]
-        if (node, part) in seen:
+    for node in patches:
+        title, part = PATCHES[kind_of(prompt, node)]
+        last = newest.get((node, part))
+        if last is not None and last.prompt_id == prompt_id:
             continue
-        why, last = without_effect(prompt, node), None
-        if not why:
-            last = next((run for run in reversed(known) if (run.unique_id, run.part) == (node, part)), None)
-        if last is not None:
+        why = without_effect(prompt, node)
+        remarks.append(f"{title} (node {node}) " + (f"has no effect: {why}." if why else _NOT_RUN))
+        if last is not None and not why:
             earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))
-        before = _NONE_BEFORE if last is None else _BEFORE
-        remarks.append(f"{title} (node {node}) " + (f"has no effect: {why}." if why else f"{_NOT_RUN} {before}"))
     if not patches and not shown:
         remarks.append(
             "There is no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent)."

@@ -1,10 +1,11 @@
-"""A report as a picture: a headline, then sections of rows in columns."""
+"""A report as a picture: a headline, and below it sections of rows."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy
@@ -12,14 +13,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-BACKGROUND, RULE = "#ffffff", "#d5dbe1"
 TONES = {"": "#1d2530", "muted": "#606b78", "good": "#1f7a4d", "caution": "#8a5a00", "bad": "#b3261e"}
-WIDTH, GAP, MARGIN = 1600, 48, 44
-BODY, TITLE, LINE, HEADLINE = 20, 28, 34, 54
-_LABEL, _SPACE = 130, 28  # the width kept for labels, the height of a gap
+HEADLINE, LARGE, BODY = 54, 34, 20  # sizes of letters: the first two are read on a node, a third of the picture
+_WIDTH, _MARGIN, _LABEL = 1600, 44, 130
 _MOST_ROWS, _MOST_HEIGHT = 20, 6000
-# Pillow's own font knows little more than ASCII.
-_SPELT = str.maketrans({"×": "x", "→": "->", "≥": ">=", "≤": "<=", "–": "-", "—": "-", "−": "-", "µ": "u", "…": "..."})
 
 
 class Row(NamedTuple):
@@ -31,60 +28,39 @@ class Row(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Rows under a title. One with a tone goes over the whole width; such ones come before the others."""
+    """Rows under a title ("" = none), in letters of a size."""
 
     title: str
     rows: Sequence[Row]
     tone: str = ""
+    size: int = BODY
 
 
-def draw(
-    headline: str, subtitle: str, sections: Sequence[Section], *, lines: Sequence[str] = (), tone: str = ""
-) -> Image.Image:
-    """The picture: 1600 pixels wide, from three sections on 2400, in at most three columns.
-
-    A node shows the picture at a third of its size or less. The headline, and the ``lines`` below it, are large enough
-    to be read there; the rest is read when it is opened.
-    """
-    count = max(1, min(3, sum(not section.tone for section in sections)))
-    whole = WIDTH * 3 // 2 if count == 3 else WIDTH
-    right, width = whole - MARGIN, (whole - 2 * MARGIN - (count - 1) * GAP) // count
-    picture = Image.new("RGB", (whole, _MOST_HEIGHT), BACKGROUND)
-    canvas = ImageDraw.Draw(picture)
-    y = _write(canvas, headline, MARGIN, MARGIN, right, HEADLINE * whole // WIDTH, tone)
-    for line in lines:
-        y = _write(canvas, line, MARGIN, y, right, LINE * whole // WIDTH)
-    ends = [_write(canvas, subtitle, MARGIN, y, right, BODY, "muted")] * count
-    for section in sections:
-        column = ends.index(min(ends))
-        x = MARGIN + column * (width + GAP)
-        end = _add(canvas, section, x, ends[column] + _SPACE, right if section.tone else x + width)
-        ends = [end] * count if section.tone else [*ends[:column], end, *ends[column + 1 :]]
-    return picture.crop((0, 0, whole, min(_MOST_HEIGHT, max(ends) + MARGIN)))
+def draw(sections: Sequence[Section]) -> Image.Image:
+    """The picture, 1600 pixels wide. Of a section the first 20 rows are drawn."""
+    picture = Image.new("RGB", (_WIDTH, _MOST_HEIGHT), "white")
+    canvas, y = ImageDraw.Draw(picture), _MARGIN // 2
+    for title, rows, tone, size in sections:
+        y += size // 2
+        if title:
+            canvas.rectangle((_MARGIN, y, _WIDTH - _MARGIN, y + 1), fill=TONES[tone or "muted"])
+            y = _write(canvas, title, _MARGIN, y + size // 2, size + 8, tone)
+        for row in rows[:_MOST_ROWS]:
+            _write(canvas, row.label, _MARGIN, y, size, "muted")
+            y = _write(canvas, row.text, _MARGIN + (_LABEL if row.label else 0), y, size, row.tone)
+        if len(rows) > _MOST_ROWS:
+            y = _write(canvas, f"and {len(rows) - _MOST_ROWS:,} more, see the text", _MARGIN, y, size, "muted")
+    return picture.crop((0, 0, _WIDTH, min(_MOST_HEIGHT, y + _MARGIN)))
 
 
-def _add(canvas: ImageDraw.ImageDraw, section: Section, x: int, y: int, right: int) -> int:
-    """Draw a section from ``y`` on, between ``x`` and ``right``; returns where it ends."""
-    canvas.rectangle((x, y, right - 1, y + 1), fill=TONES[section.tone] if section.tone else RULE)
-    write = partial(_write, canvas, right=right, size=BODY)
-    y = _write(canvas, section.title, x, y + 8, right, TITLE, section.tone) + 12
-    for label, text, tone in section.rows[:_MOST_ROWS]:
-        write(label, x, y, tone="muted")
-        y = write(text, x + (_LABEL if label else 0), y, tone=tone)
-    more = len(section.rows) - _MOST_ROWS
-    return write(f"and {more:,} more, see the text", x, y, tone="muted") if more > 0 else y
-
-
-def _write(canvas: ImageDraw.ImageDraw, text: str, x: int, y: int, right: int, size: int, tone: str = "") -> int:
-    """Draw a text in as many lines as it takes; returns where it ends."""
-    for line in _wrapped(text, right - x, size):
-        for shift in (0, 1) if size >= TITLE else (0,):  # the font has one weight
-            canvas.text((x + shift, y), line, fill=TONES[tone], font=_font(size))
+def _write(canvas: ImageDraw.ImageDraw, text: str, x: int, y: int, size: int, tone: str) -> int:
+    """Draw a text, in letters that the font has, from ``x`` to the right margin; returns where it ends."""
+    text, font = text.encode("ascii", "replace").decode(), _font(size)
+    letters = 0.9 * (_WIDTH - _MARGIN - x) * len(text) / max(1.0, font.getlength(text))
+    for line in textwrap.wrap(text, max(1, int(letters))):
+        canvas.text((x, y), line, fill=TONES[tone], font=font, stroke_width=size // HEADLINE)  # the font has one weight
         y += round(size * 1.4)
     return y
-
-
-# ---- text, measured before it is drawn ----
 
 
 @cache
@@ -94,23 +70,6 @@ def _font(size: int) -> Any:
         return ImageFont.load_default(size)
     except TypeError:
         return ImageFont.load_default()
-
-
-def _wrapped(text: str, width: int, size: int) -> list[str]:
-    """The text in letters that the font has, in lines no wider than ``width``; a word that is wider is cut."""
-    lines: list[str] = []
-    for word in text.translate(_SPELT).encode("ascii", "replace").decode().split():
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and _font(size).getlength(longer) <= width:
-            lines[-1] = longer
-            continue
-        while len(word) > 3 and _font(size).getlength(word) > width:
-            word = f"{word[:-4]}..."
-        lines.append(word)
-    return lines
-
-
-# ---- for ComfyUI ----
 
 
 def as_image(picture: Image.Image) -> Tensor:

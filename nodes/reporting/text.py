@@ -12,8 +12,8 @@ from ...pascal_attn_core.machine.facts import describe_facts, line
 from ...pascal_attn_core.observe.report import shares_text
 from ..engine.runs import PASSED, CallKind, CallTally, Run
 from .findings import Findings, Shown, clock_text, kinds_of
-from .gain import gain_line, gained
-from .picture import Row, Section, draw
+from .gain import gain_line
+from .picture import HEADLINE, LARGE, Row, Section, draw
 from .words import duration_text, plural, shape_text, share_text, size_text
 
 _WIDTH = 110
@@ -25,28 +25,30 @@ _MOST_LINES = 4  # below the headline of the picture, one for each run
 def report_text(findings: Findings, selftest: str = "") -> str:
     """The whole report. All but its head is a block for a bug report: facts of the machine, the sections of each run,
     and the block of the self-test; nothing about files or prompts."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(findings.when))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
     lines = [headline(findings), *_printed(_heads(findings)), "", "--- for a bug report, copy from here ---"]
     lines += ["PASCAL ATTENTION REPORT", *describe_facts(findings.machine)]
     lines += [line(name, value) for name, value in [*findings.host.items(), ("written", when)]]
-    lines += _printed(_sections(findings))
+    lines += _printed(_sections(findings, with_kinds=True))
     if selftest:
         lines += ["", "=== self-test ===", selftest]
     return "\n".join([*lines, "--- to here ---"])
 
 
 def draw_report(findings: Findings) -> Image.Image:
-    runs = [shown.run for shown in findings.shown]
-    is_good = gained(runs, findings.attention) and all(run.is_exact for run in runs)
-    subtitle = ", ".join([describe_facts(findings.machine)[0], *map(" ".join, findings.host.items())])
-    tone, lines = "good" if is_good else "", [run.line() for run in runs[:_MOST_LINES]]
-    sections = [*_heads(findings), *_sections(findings)]
-    return draw(headline(findings), subtitle, sections, lines=lines, tone=tone)
+    """The report without its calls by kind."""
+    runs, gained = [shown.run for shown in findings.shown], headline(findings)
+    is_good = gained.startswith("Gained") and all(run.is_exact for run in runs)
+    about = ", ".join([describe_facts(findings.machine)[0], *map(" ".join, findings.host.items())])
+    first = Section("", [Row("", gained, "good" if is_good else "")], size=HEADLINE)
+    lines = Section("", [Row("", run.line()) for run in runs[:_MOST_LINES]], size=LARGE)
+    heads = [first, lines, Section("", [Row("", about, "muted")]), *_heads(findings)]
+    return draw([*heads, *_sections(findings, with_kinds=False)])
 
 
 def headline(findings: Findings) -> str:
     """One sentence: the user's gain, or the reason why there was nothing to gain."""
-    return gain_line([shown.run for shown in findings.shown], findings.attention)
+    return gain_line([shown.run for shown in findings.shown], findings.host.get("attention", ""))
 
 
 def _printed(sections: Iterable[Section]) -> Iterator[str]:
@@ -69,15 +71,12 @@ def _heads(findings: Findings) -> Iterator[Section]:
 # ---- the facts of each run -------------------------------------------------------------------------------------------
 
 
-def _sections(findings: Findings) -> Iterator[Section]:
-    """For each run a section that says what happened, and one of its calls by kind."""
+def _sections(findings: Findings, *, with_kinds: bool) -> Iterator[Section]:
+    """Yield a section for each run: what happened, and its calls by kind."""
     for shown in findings.shown:
-        run = shown.run
-        node = "" if run.unique_id is None else f", node {run.unique_id}"
-        rows = [row for row in _rows(shown) if row.text]
-        yield Section(f"{shown.title}{node}, {clock_text(run.started)}", rows)
-        if run.tallies:
-            yield Section(f"{shown.title}: {'time' if run.elapsed_ms else 'calls'} by kind of call", _kind_rows(run))
+        rows = [row for row in _rows(shown) if row.text] + (_kind_rows(shown.run) if with_kinds else [])
+        node = "" if shown.run.unique_id is None else f", node {shown.run.unique_id}"
+        yield Section(f"{shown.title}{node}, {clock_text(shown.run.started)}", rows)
 
 
 def _rows(shown: Shown) -> Iterator[Row]:
@@ -94,15 +93,15 @@ def _rows(shown: Shown) -> Iterator[Row]:
     if run.tallies or run.elapsed_s:
         yield Row("time", _time_text(run))
     if run.tallies or run.gains:
-        yield from (Row("memory", text) for text in _memory_texts(run))
+        yield Row("memory", _memory_text(run))
     if halvings := run.total("budget_halvings"):
         text = f"halved {plural(halvings, 'time')}, because the device was out of memory"
         yield Row("budget", text, "caution")
     if repaired := run.total("repaired"):
         yield Row("repaired", f"{plural(repaired, 'output')} not finite, recomputed in float32", "caution")
     if run.exactness is not None:
-        is_exact, is_known, text = run.exactness
-        yield Row("exactness", text, "bad" if not is_exact else "good" if is_known else "caution")
+        is_exact, text = run.exactness
+        yield Row("exactness", text, {True: "good", False: "bad", None: "caution"}[is_exact])
     for text in run.warnings:
         yield Row("WARNING", text, "bad")
     for text in run.notes:
@@ -113,43 +112,38 @@ def _time_text(run: Run) -> str:
     """``"4.52 s in attention of 12.3 s (37%)"``."""
     if not run.elapsed_ms:
         return duration_text(run.elapsed_s) + ("; attention was not timed" if run.tallies else "")
-    text = f"{duration_text(run.elapsed_ms / 1e3)} in attention"
-    if run.share is None:
-        return text
     several = f" on {len(run.devices)} devices" if len(run.devices) > 1 else ""
-    return f"{text} of {duration_text(run.elapsed_s)}{several} ({share_text(run.share)})"
+    of = "" if run.share is None else f" of {duration_text(run.elapsed_s)}{several} ({share_text(run.share)})"
+    return f"{duration_text(run.elapsed_ms / 1e3)} in attention{of}"
 
 
-def _memory_texts(run: Run) -> Iterator[str]:
-    if run.extra_bytes is not None:
-        yield f"{size_text(run.extra_bytes)}: the most that one call took besides inputs and output"
-    if run.math_bytes:
-        yield f"{size_text(run.math_bytes)}: the least that math attention would store for the largest call"
-    if run.peak_bytes:
-        of = "ComfyUI since its start" if run.device.startswith("cpu") else "torch's memory in the run"
-        yield f"{size_text(run.peak_bytes)}: peak of {of}"
+def _memory_text(run: Run) -> str:
+    """``"63 MiB at most in a call besides inputs and output; 7 GiB at the peak of torch's memory in the run"``."""
+    of = "of ComfyUI since its start" if run.device.startswith("cpu") else "of torch's memory in the run"
+    facts = (
+        (run.extra_bytes, "at most in a call besides inputs and output"),
+        (run.math_bytes or None, "of scores at least, had math attention stored them in the largest call"),
+        (run.peak_bytes or None, f"at the peak {of}"),
+    )
+    return "; ".join(f"{size_text(size)} {what}" for size, what in facts if size is not None)
 
 
 def _kind_rows(run: Run) -> list[Row]:
     """A row for each kind of call."""
-    rows = []
-    for kind, tally, blocks in kinds_of(run):
-        label, tone = (kind.outcome, "") if kind.is_taken else ("passed", "caution")
-        rows.append(Row(label, _kind_text(kind, tally, blocks), tone))
-    more = len(rows) - _MOST_KINDS
-    return [*rows[:_MOST_KINDS], Row("...", f"and {more} more kinds of calls")] if more > 0 else rows
+    rows = [
+        Row(kind.outcome if kind.is_taken else "passed", _kind_text(kind, tally, blocks))
+        for kind, tally, blocks in kinds_of(run)
+    ]
+    more = [Row("...", f"and {len(rows) - _MOST_KINDS} more kinds of calls")] if len(rows) > _MOST_KINDS else []
+    return rows[:_MOST_KINDS] + more
 
 
 def _kind_text(kind: CallKind, tally: CallTally, blocks: str) -> str:
     facts = [
         f"{tally.count:,} x {kind.route or PASSED}",
         shape_text(kind),
-        f"by {kind.via}",
         duration_text(tally.elapsed_ms / 1e3) if tally.elapsed_ms else "",
         "" if tally.extra_bytes is None else f"+{size_text(tally.extra_bytes)}",
-        f"{tally.bounded_blocks / tally.blocks:.0%} bounded" if tally.blocks else "",
-        f"budget halved {tally.budget_halvings}x" if tally.budget_halvings else "",
-        f"{tally.repaired} repaired" if tally.repaired else "",
         f"in {blocks}" if blocks else "",
     ]
     return f"{', '.join(filter(None, facts))}: {kind.why}"

@@ -178,11 +178,11 @@ class Contest(Generic[Kind]):
         raise NotImplementedError
 
     def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> Found | None:
-        """Time them in turn; those for which there was no time are left out. None if there are none."""
+        """Time them in turn. None if there are none."""
         if not attempts:
             return None
         times = zip(attempts, self.clock(list(attempts.values()), self.device))
-        found = {name: float(f"{time:.5g}") for name, time in times if time < math.inf}
+        found = {name: float(f"{time:.5g}") for name, time in times}
         words = ", ".join(f"{name} {time:.2f} ms" for name, time in found.items())
         log.info("timed once on %s: %s for %s", self.device, words, kind)
         return found
@@ -195,25 +195,10 @@ def _found_in(times: Mapping[str, Any]) -> Found:
     return {name: float(time) for name, time in times.items()}
 
 
-def median_times(attempts: list[Attempt], device: torch.device, *, seconds: float | None = None) -> list[float]:
-    """Median milliseconds of each, timed in turn, after one run of each that warms up. ``seconds``: see :func:`_turns`;
-    inf for an attempt that had no time. Where there was none for a whole round, the warming runs count."""
-    times = _turns(attempts, device, 1 + ROUNDS, seconds)
-    whole = min(map(len, times)) > 1
-    return [statistics.median(each[1:] if whole else each[:1] or [float("inf")]) for each in times]
-
-
-def _turns(attempts: list[Attempt], device: torch.device, rounds: int, seconds: float | None) -> list[list[float]]:
-    """Milliseconds of each attempt in each round; no run begins after ``seconds``, None = no limit."""
-    times: list[list[float]] = [[] for _ in attempts]
-    spent = 0.0
-    for _ in range(rounds):
-        for attempt, its_times in zip(attempts, times):
-            if seconds is not None and spent >= seconds:
-                break
-            its_times.append(milliseconds(attempt, device))
-            spent += its_times[-1] / 1e3
-    return times
+def median_times(attempts: list[Attempt], device: torch.device) -> list[float]:
+    """Median milliseconds of each, timed in turn, after one run of each that warms up."""
+    rounds = [[milliseconds(attempt, device) for attempt in attempts] for _ in range(1 + ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds[1:])]
 
 
 def milliseconds(attempt: Attempt, device: torch.device, calls: int = 1) -> float:

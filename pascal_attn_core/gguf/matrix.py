@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..contest.timing_table import power_of_two
-from ..contest.ways import Ways
+from ..contest.ways import ProductKind, Ways
 from ..fused.code.compilation import Compilation
 from ..fused.code.source import gguf_variants
 from ..fused.linear import ExpandCall, run_expand, why_no_expansion
-from ..fused.trust.kernels import KernelUnavailable
 from ..machine.runtime import runtime_of
 from ..reference.gguf_blocks import FORMATS, Parts, expand
 
@@ -141,35 +139,22 @@ def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.flatten(0, -2).sum(dim=0, dtype=torch.float32).to(dtype)
 
 
-# ---- blocks expanded by our kernel or by torch's operators, whichever was faster on the device: with the same bits ---
-
-
 def _why_no_kernel(call: ExpandCall) -> str:
     return why_no_expansion(call.blocks.device, call.format, call.arithmetic, call.out.dtype)
 
 
-def _by_operators(call: ExpandCall) -> Tensor:
-    return expand(call.blocks, call.format, call.arithmetic, table=call.table).to(call.out.dtype)
+def _by_operators(call: ExpandCall) -> None:
+    call.out.copy_(expand(call.blocks, call.format, call.arithmetic, table=call.table))
 
 
-class ExpandKind(NamedTuple):
-    """Expansions that take about as long as each other: the number of blocks up to a power of two, the rest exactly."""
+class ExpandWays(Ways[ProductKind]):
+    """Our kernel and torch's operators, with the same bits. Made by ``runtime.part(ExpandWays)``."""
 
-    blocks: int
-    format: str
-    arithmetic: str
-    out: str
-
-
-class ExpandTimings(Ways[ExpandKind]):
-    """The times of our kernel and of torch's operators. Made by ``runtime.part(ExpandTimings)``."""
-
-    file_kind, kind_type = "gguf", ExpandKind
+    file_kind, kind_type, rivals = "gguf", ProductKind, ("kernel", "operators")
     table: ClassVar = {"kernel": (_why_no_kernel, run_expand), "operators": (lambda call: "", _by_operators)}
 
-    def kind_of(self, call: ExpandCall) -> ExpandKind:
-        arithmetic, out = (str(dtype).removeprefix("torch.") for dtype in (call.arithmetic, call.out.dtype))
-        return ExpandKind(power_of_two(len(call.blocks)), call.format, arithmetic, out)
+    def kind_of(self, call: ExpandCall) -> ProductKind:
+        return ProductKind.of(call.out, 0, f"{call.format} by {call.arithmetic}")
 
     def kernels(self) -> tuple[Compilation, ...]:
         return gguf_variants()
@@ -180,12 +165,6 @@ def expanded(blocks: Tensor, name: str, arithmetic: torch.dtype, table: torch.dt
     is_real = type(blocks) is Tensor and not torch.compiler.is_compiling()
     if is_real and not why_no_expansion(blocks.device, name, arithmetic, dtype):
         out = torch.empty(len(blocks), FORMATS[name].weights, dtype=dtype, device=blocks.device)
-        call = ExpandCall(blocks, name, arithmetic, table, out)
-        try:
-            found = runtime_of(blocks.device).part(ExpandTimings).times(call, ["kernel", "operators"])
-            if not found or found["kernel"] <= found["operators"]:
-                run_expand(call)
-                return out
-        except KernelUnavailable:  # from now on why_no_expansion knows
-            pass
+        runtime_of(blocks.device).part(ExpandWays).compute(ExpandCall(blocks, name, arithmetic, table, out))
+        return out
     return expand(blocks, name, arithmetic, table=table).to(dtype)

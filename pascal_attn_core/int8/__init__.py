@@ -12,7 +12,6 @@ an :class:`.weight.Int8Weight`. Adapters beside a layer, such as peft's LoRA, st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..reference.int8_rows import Int8Matrix, quantize_rows, rotate
@@ -46,7 +45,6 @@ def patch_linear_int8(
     include: Any = None,
     exclude: Any = None,
     max_error: float = 0.05,
-    calibrate: Callable[[Any], Any] | None = None,
     weights: str = "host",
     only_faster: bool = False,
 ) -> Int8Patch:
@@ -60,11 +58,9 @@ def patch_linear_int8(
             ``(name, module) -> bool``, or several of them.
         exclude: layers that stay in float, given in the same way.
         max_error: relative error (root of the sum of squares) of a layer's product, on its actual inputs, above which
-            it stays in float. Typical errors are 0.01 to 0.02; layers with outlier channels have larger ones.
-        calibrate: called with the model immediately: each layer is measured in every call within it and judged by the
-            largest error. None = each layer is measured and judged in its first call. In either case the error is
-            measured again now and then (:mod:`.watch` says when); a layer that exceeds ``max_error`` is rotated, or
-            goes back to float, if its float weight still exists.
+            it stays in float. Typical errors are 0.01 to 0.02; layers with outlier channels have larger ones. It is
+            measured in the first call of a layer and now and then (:mod:`.watch` says when); a layer that exceeds it
+            is rotated, or goes back to float, if its float weight still exists.
         weights: where the float weights are kept. "host": they move to host memory, and back when the patch is removed.
             "keep": they stay where they are. "free": they are discarded; after the patch is removed, the model has
             rounded weights.
@@ -79,7 +75,7 @@ def patch_linear_int8(
     binding = Int8Binding(
         max_error=max_error, include=include, exclude=exclude, weights=weights, only_faster=only_faster
     )
-    return patched(model, binding, calibrate, include=include, exclude=exclude)
+    return patched(model, binding)
 
 
 def patch_attention_int8(
@@ -88,7 +84,6 @@ def patch_attention_int8(
     include: Any = None,
     exclude: Any = None,
     max_error: float = 0.02,
-    calibrate: Callable[[Any], Any] | None = None,
 ) -> Int8Patch:
     """Run attention layers of ``model`` in 8-bit integers. Not exact.
 
@@ -103,8 +98,6 @@ def patch_attention_int8(
         max_error: relative error (root of the sum of squares) of a layer's output on its actual inputs, on at most 512
             rows of each head, above which it stays exact. Typical errors are 0.001 to 0.013. It is measured in the
             first call of a layer and now and then (:mod:`.watch` says when).
-        calibrate: called with the model immediately: each layer is measured in every call within it and judged by the
-            largest error.
     Returns:
         A Patch with ``report()``: for each layer its error, and that of its worst row. Copies and pickles of a model
         are without it.
@@ -112,5 +105,4 @@ def patch_attention_int8(
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no attention layer.
     """
-    binding = AttentionBinding(max_error=max_error, include=include, exclude=exclude)
-    return patched(model, binding, calibrate, include=include, exclude=exclude)
+    return patched(model, AttentionBinding(max_error=max_error, include=include, exclude=exclude))

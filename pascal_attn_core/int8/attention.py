@@ -22,7 +22,7 @@ from ..routes import choose
 from ..routes.fused import takes_device, why_untried
 from ..routes.run import run
 from .binding import Binding
-from .judged import ForwardLayer, LayerForward, has_numbers
+from .judged import Judged, LayerForward, has_numbers
 from .measure import Errors, chosen_rows, errors_of, parts_of
 from .report import Int8ReportLine
 
@@ -43,23 +43,7 @@ class CaughtForward(LayerForward):
             return self.whole(*args, **kwargs)
 
 
-def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
-    """The attention layers of ``model``: the innermost modules whose class has "attention" in its name; or those that
-    ``include`` selects."""
-    chosen, dropped = selectors("include", include), selectors("exclude", exclude)
-
-    def is_one(module: nn.Module) -> bool:
-        name = type(module).__name__.lower()
-        return ("attention" in name or "attn" in name) and type(module).__call__ is nn.Module.__call__
-
-    for name, module in model.named_modules():
-        is_innermost = is_one(module) and not any(is_one(part) for part in module.modules() if part is not module)
-        is_chosen = is_innermost if include is None else matches(chosen, name, module)
-        if is_chosen and not matches(dropped, name, module):
-            yield Found(name, module)
-
-
-class AttentionSite(ForwardLayer):
+class AttentionSite(Judged):
     """The state of one attention layer, and its calls: those that 8 bits do not take, and those of a layer in float,
     are computed exactly.
 
@@ -88,7 +72,7 @@ class AttentionSite(ForwardLayer):
             return None
         measure = functools.partial(self._measure, given, rounded)
         self.look(given[:3], measure, functools.partial(self._time, given), keys=given.key.shape[-2])
-        return rounded if self.state == ON and not self.options.gathers else None
+        return rounded if self.state == ON else None
 
     def _rounded(self, given: Arguments) -> Tensor | None:
         try:
@@ -168,8 +152,19 @@ class AttentionBinding(Binding[AttentionSite]):
 
     what = "attention layers"
 
-    def __init__(self, *, max_error: float = 0.02, include: Any = None, exclude: Any = None):
-        super().__init__(lambda model: find_attention(model, include, exclude), max_error)
+    def find(self, model: nn.Module) -> Iterator[Found]:
+        """The innermost modules whose class has "attention" in its name; or those that ``include`` selects."""
+        chosen, dropped = (selectors(name, given) for name, given in self.chosen.items())
+
+        def is_one(module: nn.Module) -> bool:
+            name = type(module).__name__.lower()
+            return ("attention" in name or "attn" in name) and type(module).__call__ is nn.Module.__call__
+
+        for name, module in model.named_modules():
+            is_innermost = is_one(module) and not any(is_one(part) for part in module.modules() if part is not module)
+            is_chosen = is_innermost if self.chosen["include"] is None else matches(chosen, name, module)
+            if is_chosen and not matches(dropped, name, module):
+                yield Found(name, module)
 
     def make(self, name: str, module: nn.Module) -> AttentionSite:
         return AttentionSite(name, type(module).__name__, self.options)

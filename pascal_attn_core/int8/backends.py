@@ -54,26 +54,22 @@ def forward(
 ) -> Tensor:
     """:func:`.product.int8_linear` without gradients."""
     out = x.new_empty(result_shape(x, weight.codes, activation), dtype=out_dtype)
-    flat = x.reshape(-1, x.shape[-1])
-    if out.numel():
-        run(LinearCall(flat, weight, bias, activation, out.view(-1, out.shape[-1])), way)
+    if not out.numel():
+        return out
+    call = LinearCall(x.reshape(-1, x.shape[-1]), weight, bias, activation, out.view(-1, out.shape[-1]))
+    if way == "auto":
+        runtime_of(x.device).part(LinearWays).compute(call)
+        return out
+    why_not_this, compute = LinearWays.table[way]
+    if reason := why_not_this(call):
+        raise NotImplementedError(f"way {way!r} cannot compute this call: {reason}")
+    compute(call)
     return out
 
 
 def result_shape(x: Tensor, codes: Tensor, activation: str) -> tuple[int, ...]:
     """The shape of the result for ``[..., K]`` and codes ``[N, K]``."""
     return (*x.shape[:-1], codes.shape[0] // (2 if activation in GATED else 1))
-
-
-def run(call: LinearCall, way: str = "auto") -> None:
-    """Compute a call by the backend that was asked for, or by the one that :func:`backend_of` says; NotImplementedError
-    where the backend that was asked for cannot compute it."""
-    if way == "auto":
-        return runtime_of(call.x.device).part(LinearWays).compute(call)
-    why_not_this, compute = LinearWays.table[way]
-    if reason := why_not_this(call):
-        raise NotImplementedError(f"way {way!r} cannot compute this call: {reason}")
-    compute(call)
 
 
 def backend_of(call: LinearCall) -> Way:

@@ -32,23 +32,23 @@ class Binding(Generic[Layer]):
     serves several copies of a model (one per device) and keeps none of them alive.
 
     Args:
-        find: gives the layers of a model, and those that are left alone.
-        weights: as in :func:`..patch_linear_int8`; "" where they stay as they are.
+        max_error, include, exclude, only_faster: as in :func:`..patch_linear_int8`.
+        weights: as there; "" where they stay as they are.
     """
 
     what, precision = "linear layers", "int8"
 
     def __init__(
-        self,
-        find: Callable[[nn.Module], Iterable[Found]],
-        max_error: float,
-        weights: str = "",
-        only_faster: bool = True,
+        self, *, max_error: float, include: Any = None, exclude: Any = None, weights: str = "", only_faster: bool = True
     ):
         self.options = Int8Options(limit_of(max_error), weights, median_times, only_faster)
-        self._find = find
+        self.chosen = {"include": include, "exclude": exclude}
         self._layers: MutableMapping[Any, Layer] = weakref.WeakKeyDictionary()
         self._chosen: weakref.WeakKeyDictionary[nn.Module, list[_Chosen]] = weakref.WeakKeyDictionary()
+
+    def find(self, model: nn.Module) -> Iterable[Found]:
+        """The layers of a model, and those that are left alone."""
+        return find_linear(model, **self.chosen)
 
     def make(self, name: str, module: nn.Module) -> Layer:
         """The layer of a module that has none."""
@@ -65,7 +65,7 @@ class Binding(Generic[Layer]):
         entering: list[tuple[Layer, nn.Module, Source]] = []
         with self.options.lock, ordinary_tensors():
             self.detach(model)
-            for found in self._find(model):
+            for found in self.find(model):
                 source = source_of(found.name, found.module)
                 if source.why_not and not found.state:
                     found = found._replace(state=OFF, why=source.why_not)
@@ -111,7 +111,7 @@ class Binding(Generic[Layer]):
         """The state of each layer of ``model`` in this run; before it was ever attached, which layers it is about."""
         chosen = self._chosen.get(model)
         if chosen is None:
-            found = list(self._find(model))
+            found = list(self.find(model))
         else:  # by the modules: adapters that wrap one give it another name
             known = ((name, ref(), state, why) for name, ref, state, why in chosen)
             found = [Found(name, module, state, why) for name, module, state, why in known if module is not None]
@@ -151,46 +151,21 @@ class Int8Patch(Patch):
         return self._binding.report(self._model)
 
 
-def patched(target: Any, binding: Binding, calibrate: Callable[[Any], Any] | None, **chosen: Any) -> Int8Patch:
-    """Put the layers of a binding into a model or a pipeline.
-
-    Args:
-        calibrate: called with the target; the layers decide after it. None = each decides in its first call.
-        chosen: include and exclude, which must choose something.
-    """
+def patched(target: Any, binding: Binding) -> Int8Patch:
+    """Put the layers of a binding, whose include and exclude must choose something, into a model or a pipeline."""
     model = denoisers_of(target)
-    require_matches(model, **chosen)
-    if calibrate is not None and not callable(calibrate):
-        raise TypeError(f"calibrate must be a function of the model, got {calibrate!r}")
+    require_matches(model, **binding.chosen)
     count = binding.attach(model)
-    try:
-        if calibrate is not None:
-            binding.options.gathers = True
-            calibrate(target)
-            binding.options.gathers = False
-            for layer in binding.layers_of(model):
-                layer.decide()
-    except BaseException:
-        binding.detach(model)
-        raise
     return require_sites(Int8Patch(type(target).__name__, model, binding, count, at_run_start(target, binding.restart)))
 
 
 class Int8Binding(Binding[Int8Layer]):
     """Linear layers in 8 bits. Options are those of :func:`..patch_linear_int8`."""
 
-    def __init__(
-        self,
-        *,
-        max_error: float = 0.05,
-        include: Any = None,
-        exclude: Any = None,
-        weights: str = "host",
-        only_faster: bool = False,
-    ):
+    def __init__(self, *, weights: str = "host", only_faster: bool = False, **more: Any):
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
-        super().__init__(lambda model: find_linear(model, include, exclude), max_error, weights, only_faster)
+        super().__init__(weights=weights, only_faster=only_faster, **more)
 
     def make(self, name: str, module: nn.Module) -> Int8Layer:
         return (Int8Layer if host_of(module) is None else GgufLayer)(name, module, self.options)

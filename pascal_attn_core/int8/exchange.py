@@ -51,53 +51,39 @@ class Source:
         assert parameter is not None
         return FloatWeight(parameter.detach().to(device), parameter)
 
-    def lora_on(self, device: torch.device) -> LowRank | None:
-        """The adapters on a device, where they stay."""
-        self.lora = self.lora and self.lora.to(device)
-        return self.lora
-
     def stays_in_host_memory(self, module: nn.Module) -> bool:
         """Whether the host can run with the weight left in host memory when its device is full."""
         return False
 
 
-@dataclass(eq=False)
 class Exchange:
-    """The module's own weight, from :meth:`put` until :meth:`undo`.
+    """The module's own weight while it has one in 8 bits, until :meth:`undo`.
+
+    Args:
+        found: its float weight.
+        weight: the same in 8 bits, which the module is given.
+        weights: "host" = the float weight moves to host memory; "keep" = it stays; "free" = it is discarded.
 
     Attributes:
-        weights: "host" = the float weight moves to host memory; "keep" = it stays; "free" = it is discarded.
         parameter: the module's float parameter; None = discarded.
     """
 
-    weights: str
-    parameter: nn.Parameter | None = None
-    _requires_grad: bool = False
-    _original: Tensor | None = None
-    _home: torch.device | None = None  # of the parameter
-    _at: torch.device | None = None  # where the weight in 8 bits was put
-    _bias: nn.Parameter | None = None
-    _own_bias: nn.Parameter | None = None  # in place of _bias
-    _attributes: dict[str, Any] = field(default_factory=dict)  # those that were there
-    _own_attributes: list[str] = field(default_factory=list)
-
-    def put(self, module: nn.Module, found: FloatWeight, weight: Int8Weight) -> None:
-        """Give the module a weight in 8 bits."""
+    def __init__(self, module: nn.Module, found: FloatWeight, weight: Int8Weight, weights: str):
         parameter = module._parameters["weight"]
         assert parameter is not None
         self._home, self._at, self._requires_grad = parameter.device, weight.device, parameter.requires_grad
-        if self.weights != "free":
-            self.parameter, self._original = parameter, found.original
-        if self.weights == "host":
+        self.parameter = None if weights == "free" else parameter
+        self._original = None if weights == "free" else found.original
+        if weights == "host":
             moved = self.parameter = _moved(parameter, torch.device("cpu"), parameter.dtype)
             if self._original is parameter:
                 self._original = weight.in_float.original = moved
-        self._attributes = {name: vars(module)[name] for name in found.attributes if name in vars(module)}
-        self._own_attributes = list(found.attributes)
-        vars(module).update(found.attributes)
+        self._own = found.attributes
+        self._attributes = {name: vars(module)[name] for name in self._own if name in vars(module)}
+        vars(module).update(self._own)
+        self._bias, self._own_bias = module._parameters.get("bias"), None
         if found.bias is not None:
-            self._bias, self._own_bias = module._parameters["bias"], nn.Parameter(found.bias, requires_grad=False)
-            module._parameters["bias"] = self._own_bias
+            self._own_bias = module._parameters["bias"] = nn.Parameter(found.bias, requires_grad=False)
         module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
     def values(self, weight: Int8Weight) -> Tensor:
@@ -111,7 +97,6 @@ class Exchange:
         changed."""
         if self.parameter is not None:
             device = self._home if weight.device == self._at else weight.device
-            assert device is not None
             self.parameter = _moved(self.parameter, device, weight.dtype, self.values(weight))
 
     def undo(self, module: nn.Module, weight: Int8Weight | None) -> None:
@@ -119,7 +104,7 @@ class Exchange:
         torch.OutOfMemoryError the float weight stays in host memory."""
         if self._own_bias is not None and module._parameters.get("bias") is self._own_bias:
             module._parameters["bias"] = self._bias
-        for name in self._own_attributes:
+        for name in self._own:
             vars(module).pop(name, None)
         vars(module).update(self._attributes)
         if weight is None:

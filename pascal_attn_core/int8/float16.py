@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from ..patching.patch import ON, REFUSED
 from .binding import Binding, Int8Patch, patched
-from .find import find_linear, shape_of
-from .judged import ForwardLayer, Int8Options, LayerForward, has_numbers
+from .find import shape_of
+from .judged import Int8Options, Judged, LayerForward, has_numbers
 from .measure import Errors, errors_of, row_squares, sample_of
 from .stored import Seen
 
@@ -52,8 +52,7 @@ def patch_linear_float16(
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no linear layer.
     """
-    binding = Float16Binding(include=include, exclude=exclude, max_error=max_error)
-    return patched(model, binding, None, include=include, exclude=exclude)
+    return patched(model, Float16Binding(max_error=max_error, include=include, exclude=exclude))
 
 
 class Float16Forward(LayerForward):
@@ -83,7 +82,7 @@ class Float16Forward(LayerForward):
         return in_float16(types.MethodType(type(module).forward, twin), x).add_(bias.to(x.device, x.dtype))
 
 
-class Float16Layer(ForwardLayer):
+class Float16Layer(Judged):
     """The state of one layer."""
 
     forward = Float16Forward
@@ -115,9 +114,6 @@ class Float16Binding(Binding[Float16Layer]):
     """Linear layers in float16. Options are those of :func:`patch_linear_float16`."""
 
     precision = "float16"
-
-    def __init__(self, *, include: Any = None, exclude: Any = None, max_error: float = 0.002):
-        super().__init__(lambda model: find_linear(model, include, exclude), max_error)
 
     def make(self, name: str, module: nn.Module) -> Float16Layer:
         return Float16Layer(name, module, self.options)

@@ -20,7 +20,7 @@ from .exchange import Source
 from .find import shape_of
 from .judged import Int8Options, Judged, has_numbers
 from .layer import Int8Layer
-from .measure import Errors, Sample, error_of, outputs_of, sample_of
+from .measure import Errors, error_of, outputs_of, sample_of
 from .report import Int8ReportLine
 
 
@@ -73,7 +73,7 @@ class GgufLayer(Int8Layer):
             if self.state != WAITING or self._meets(x, weight):
                 measure = functools.partial(self._error, x, weight)
                 self.look((x,), measure, functools.partial(self._time_ways, x, weight, bias))
-        out, lora = linear(x, weight, bias, *[product] * (is_real and self.is_on)), self.source.lora_on(x.device)
+        out, lora = linear(x, weight, bias, *[product] * (is_real and self.is_on)), self.source.lora
         return out if lora is None else out + lora(x)
 
     def _meets(self, x: Tensor, weight: GgufMatrix) -> bool:
@@ -91,10 +91,14 @@ class GgufLayer(Int8Layer):
         return line._replace(state=REFUSED) if self.backend.name == "float" else line
 
     def _error(self, x: Tensor, weight: GgufMatrix, rows: int) -> Errors:
-        """The errors of a call on these rows; on few of them, of few outputs too."""
+        """The errors of a call on these rows against the weights that the file has, in float32; on few of them, of few
+        outputs too."""
         seed, way = self.watch.calls, way_for(x, weight).name
+        sample, some = sample_of(x, rows, seed), weight.at(outputs_of(weight.shape[0], rows, seed))
+        exact = some._replace(arithmetic=torch.float32, dtype=torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return gguf_error(sample_of(x, rows, seed), weight.at(outputs_of(weight.shape[0], rows, seed)), way)
+            slices = ((each, exact.rows(each)) for each in exact.slices())
+            return error_of(sample, product(sample.rows, some, None, way), slices)
 
     def _time_ways(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
         ways = [functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name)]
@@ -110,10 +114,3 @@ class GgufLayer(Int8Layer):
 
     def go_back(self) -> None:
         Judged.go_back(self)
-
-
-def gguf_error(sample: Sample, weight: GgufMatrix, way: str) -> Errors:
-    """:func:`.measure.error_of` the product of a sample, against the weights that the file has, in float32."""
-    exact = weight._replace(arithmetic=torch.float32, dtype=torch.float32)
-    slices = ((some, exact.rows(some)) for some in exact.slices())
-    return error_of(sample, product(sample.rows, weight, None, way), slices)

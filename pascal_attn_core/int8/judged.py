@@ -1,7 +1,7 @@
 """Judged: the judge of a layer that is not exact, in 8 bits or in float16. The layer waits for inputs and is measured
 with them. It is on as long as its error stays within the limit.
 
-waiting -> judged by its first inputs, or by those of ``calibrate`` -> on, or refused
+waiting -> judged by its first inputs -> on, or refused
 on -> measured again when :mod:`.watch` says so, or when its weight is another one -> on, or refused (it went back)
 """
 
@@ -43,7 +43,6 @@ class Int8Options:
 
     Attributes:
         only_faster: whether layers that are not faster in 8 bits stay in float.
-        gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
         has_warned: whether a weight was found to be trained.
         times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
         room: bytes on a device that float weights have left, for weights in 8 bits whose float weights are elsewhere.
@@ -54,7 +53,6 @@ class Int8Options:
     clock: Clock
     only_faster: bool = False
     enabled: bool = True
-    gathers: bool = False
     has_warned: bool = False
     times: dict[Hashable, Times] = field(default_factory=dict)
     room: Counter[torch.device] = field(default_factory=Counter)
@@ -70,6 +68,17 @@ def limit_of(max_error: Any) -> float:
     return float(max_error)
 
 
+class LayerForward(ReplacedForward):
+    """The forward of a module whose calls are a layer's business; ``layer`` None = they no longer are."""
+
+    __slots__ = ("layer",)
+    layer: Any
+
+    def __init__(self, layer: Any, module: nn.Module, inner: Callable[..., Any] | None):
+        super().__init__(module, inner)
+        self.layer = layer
+
+
 class Judged:
     """The state of one layer.
 
@@ -79,10 +88,13 @@ class Judged:
         watch: its calls in this run, and the errors found in them.
         times: of the call that it was decided with; None = not timed.
         shape: of its weight, () for attention.
+        forward: what is put in as the forward of its module; a layer with another way in has its own attach and detach.
         is_offloaded: whether its float weight is not on the device that it computes on, as far as that is known.
     """
 
     shape: tuple[int, ...] = ()
+    forward: type[LayerForward]
+    _put_in: weakref.ref[LayerForward] | None = None
 
     def __init__(self, name: str, kind: str, options: Int8Options):
         self.name, self.kind, self.options = name, kind, options
@@ -96,11 +108,15 @@ class Judged:
 
     def attach(self, module: nn.Module, source: Source) -> None:
         """Wait for inputs of a module, or go on with what was decided; ``source``: of its weight."""
-        raise NotImplementedError
+        self._put_in = weakref.ref(put_in(module, functools.partial(self.forward, self)))
 
     def detach(self) -> str:
         """Put the module back as it was; returns what could not be, "" = nothing."""
-        raise NotImplementedError
+        forward, self._put_in = None if self._put_in is None else self._put_in(), None
+        if forward is None:
+            return ""
+        forward.layer = None
+        return "; ".join(take_out(forward))
 
     def look(
         self, inputs: Sequence[Tensor], measure: Callable[[int], Errors], time: Callable[[], None], keys: int = 0
@@ -133,9 +149,9 @@ class Judged:
                 if is_new and self._admits(found):
                     time()
                 self.watch.saw(found)
-                if is_new and not self.options.gathers:
-                    self.decide()
-                elif not (is_new or self._admits(found)):
+                if is_new:
+                    self._decide(found)
+                elif not self._admits(found):
                     self._exceeds(found)
         except out_of_memory():  # it is measured, or goes back, in a later call
             if is_new:
@@ -149,19 +165,15 @@ class Judged:
         what, error = ("its error", found.error) if is_whole else (f"its error in one row of {RARE}", found.rows)
         return f"{what} {error:.2%}{f' in call {call}' if call else ''} is above {limit:.2%}"
 
-    def decide(self) -> None:
-        """Decide by the largest error that was measured, and by the times; without an error, the layer waits on."""
-        with self.options.lock:
-            errors, times = self.watch.largest, self.times
-            if errors is None or self.state != WAITING:
-                return
-            if not self._admits(errors):
-                self.refuse(self._excess(errors))
-            elif self.options.only_faster and times is not None and not times.after < times.before:
-                self.refuse(f"not faster: {times.after:.2f} ms, {times.before:.2f} ms as it was")
-            else:
-                self.start()
-                self.state, self.why = ON, ""
+    def _decide(self, found: Errors) -> None:
+        times = self.times
+        if not self._admits(found):
+            self.refuse(self._excess(found))
+        elif self.options.only_faster and times is not None and not times.after < times.before:
+            self.refuse(f"not faster: {times.after:.2f} ms, {times.before:.2f} ms as it was")
+        else:
+            self.start()
+            self.state, self.why = ON, ""
 
     def start(self) -> None:
         """The layer is about to be on."""
@@ -234,34 +246,6 @@ class Judged:
             worst_row=worst_row,
             went_back=self.went_back,
         )
-
-
-class LayerForward(ReplacedForward):
-    """The forward of a module whose calls are a layer's business; ``layer`` None = they no longer are."""
-
-    __slots__ = ("layer",)
-    layer: Any
-
-    def __init__(self, layer: Any, module: nn.Module, inner: Callable[..., Any] | None):
-        super().__init__(module, inner)
-        self.layer = layer
-
-
-class ForwardLayer(Judged):
-    """A layer that is put in as the forward of its module."""
-
-    forward: type[LayerForward]
-    _put_in: weakref.ref[LayerForward] | None = None
-
-    def attach(self, module: nn.Module, source: Source) -> None:
-        self._put_in = weakref.ref(put_in(module, functools.partial(self.forward, self)))
-
-    def detach(self) -> str:
-        forward, self._put_in = None if self._put_in is None else self._put_in(), None
-        if forward is None:
-            return ""
-        forward.layer = None
-        return "; ".join(take_out(forward))
 
 
 def is_captured(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from ..contest.ways import Way
 from ..machine.out_of_memory import is_out_of_memory, out_of_memory
 from ..machine.own_thread import in_backward
 from ..patching.patch import ON, REFUSED, WAITING
-from ..reference.int8_rows import Int8Matrix, quantize_rows
+from ..reference.int8_rows import quantize_rows
 from . import stored
 from .backends import backend_for
 from .exchange import Exchange, FloatWeight, Source, ordinary_tensors
@@ -97,7 +97,6 @@ class Int8Layer(Judged):
         elif self.state == ON:
             line = line._replace(why=line.why or (_COMPILED if self.is_compiled else self.source.note))
         return line._replace(
-            is_compiled=self.is_compiled and line.state == ON,
             rotation=self.rotation,
             way=self.backend.name,
             why_way=self.backend.why,
@@ -143,12 +142,8 @@ class Int8Layer(Judged):
         found = self.source.read(module, self.device)
         matrix = quantize_rows(stored.values(found.matrix), self.rotation)
         self._unhook(module)
-        self._put(module, found, matrix)
-
-    def _put(self, module: nn.Module, found: FloatWeight, matrix: Int8Matrix) -> None:
         parameter = module._parameters["weight"]
         assert parameter is not None
-        self.device = matrix.codes.device
         is_elsewhere = self.device.type != parameter.device.type
         weights = "keep" if is_elsewhere else self.options.weights
         if is_elsewhere:
@@ -158,11 +153,9 @@ class Int8Layer(Judged):
                 matrix = matrix.to(torch.device("cpu"))
         elif weights != "keep":
             self.options.room[self.device] += self.float_bytes - self.int8_bytes
-        in_float = InFloat(found.original if weights != "free" else None, self.source.lora_on(self.device))
+        in_float = InFloat(found.original if weights != "free" else None, self.source.lora)
         weight = Int8Weight(matrix, parameter.dtype, in_float=in_float, follows=weights == "keep", layer=self)
-        exchange = Exchange(weights)
-        exchange.put(module, found, weight)
-        self._exchange = exchange
+        self._exchange = Exchange(module, found, weight, weights)
         module._register_state_dict_hook(Hook(self, "on_state_dict"))
 
     def _unhook(self, module: nn.Module, *kinds: dict[int, Any]) -> None:
@@ -224,16 +217,11 @@ class Int8Layer(Judged):
         return ""
 
     def _measure(self, x: Tensor, read: Callable[[], FloatWeight], rows: int) -> Errors:
-        """The errors of a call of a layer that waits, with the better rotation so far."""
+        """The errors of a call of a layer that waits, with the better rotation."""
         with torch.autocast(x.device.type, enabled=False):
-            self._note(errors_by_rotation(sample_of(x, rows, seed=0), stored.values(read().matrix)))
+            self._errors = errors_by_rotation(sample_of(x, rows, seed=0), stored.values(read().matrix))
         self.rotation = best_rotation(self._errors, self.options.max_error)
-        self.watch.forget()  # the calls before are among these
         return self._errors[self.rotation]
-
-    def _note(self, errors: dict[int, Errors]) -> None:
-        for size, found in errors.items():
-            self._errors[size] = found.or_larger(self._errors.get(size))
 
     def _time(self, x: Tensor, read: Callable[[], FloatWeight]) -> None:
         weight = stored.values(read().matrix)
@@ -307,14 +295,14 @@ class Int8Layer(Judged):
         if module is None or self.weight is None:
             return None
         errors = errors_by_rotation(sample, exact)
-        self._note(errors)
+        self._errors = {size: found.or_larger(self._errors.get(size)) for size, found in errors.items()}
         rotation = best_rotation(self._errors, self.options.max_error)
         if rotation == self.rotation or not self._errors[rotation].judged <= self.options.max_error:
             return None
         with ordinary_tensors():
             matrix = quantize_rows(exact, rotation)
             self.backend, self.times, self.rotation = backend_for(x, matrix), None, rotation
-            rotated = weight.with_matrix(matrix.to(weight.device))
+            rotated = weight.like(matrix.to(weight.device), weight.in_float)
             module._parameters["weight"] = nn.Parameter(rotated, requires_grad=False)
         return errors[rotation]
 

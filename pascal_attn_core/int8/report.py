@@ -29,7 +29,6 @@ class Int8ReportLine(NamedTuple):
         latest: the error that was measured last in this run; None = none was.
         went_back: to float, because of the error of a later call.
         worst_row: the largest relative error of one row of this run, of attention of one row of one head.
-        is_compiled: whether torch.compile has taken it into a graph, whose calls are neither counted nor measured.
         format: of its weight as the host stores it, ``"float8_e4m3fn"`` or ``"Q4_K"`` for example; "" for attention.
     """
 
@@ -51,7 +50,6 @@ class Int8ReportLine(NamedTuple):
     worst_row: float | None = None
     format: str = ""
     went_back: bool = False
-    is_compiled: bool = False
 
     @property
     def is_as_stored(self) -> bool:
@@ -84,12 +82,6 @@ class Int8Report(AnyReport):
     def is_exact(self) -> bool:
         """Whether no layer is in 8 bits."""
         return not self.of(ON)
-
-    @property
-    def left(self) -> str:
-        """``"12 left, 3 cannot be"``: layers that were not chosen, and that cannot run in 8 bits."""
-        counts = {"left": self.count(OFF), "cannot be": self.count(UNABLE)}
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     @property
     def reasons(self) -> list[str]:
@@ -137,8 +129,6 @@ class Int8Report(AnyReport):
             text += f"; GGUF weights {size:.1f} MiB, as the file has them"
         if self.count(REFUSED):
             text += f"; {self.count(REFUSED)} stay in float"
-        if compiled := sum(line.is_compiled for line in on):
-            text += f"; {compiled} compiled, whose calls are neither counted nor measured"
         if self.count(WAITING):
             text += f"; {self.count(WAITING)} not measured yet"
         return text

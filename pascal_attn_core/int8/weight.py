@@ -24,24 +24,19 @@ from .product import int8_linear
 
 class LowRank:
     """Adapters beside a weight: ``x -> x down^T up^T``, in x's dtype, with down float ``[R, K]``, and up float
-    ``[N, R]``, which holds the adapter's factor."""
+    ``[N, R]``, which holds the adapter's factor. They stay on the device of the last x."""
 
     def __init__(self, down: Tensor, up: Tensor):
-        if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
-            raise ValueError(f"down and up must be [R, K] and [N, R], got {list(down.shape)} and {list(up.shape)}")
         self.down, self.up = down, up
 
     def __call__(self, x: Tensor) -> Tensor:
-        down, up = (part.to(x.device, x.dtype) for part in (self.down, self.up))
-        return F.linear(F.linear(x, down), up)
+        if self.down.device != x.device:
+            self.down, self.up = self.down.to(x.device), self.up.to(x.device)
+        return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype))
 
     def matrix(self) -> Tensor:
         """The matrix that it adds to the weight, float32 ``[N, K]``."""
         return self.up.float() @ self.down.float()
-
-    def to(self, device: torch.device) -> LowRank:
-        """This adapter on a device."""
-        return LowRank(self.down.to(device), self.up.to(device))
 
 
 def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> LowRank | None:
@@ -140,7 +135,7 @@ class Int8Weight(Tensor):
     def float_matrix(self) -> Tensor:
         """The matrix with what its adapters add, in the weight's dtype, on its device."""
         matrix = self.own_matrix()
-        return matrix if self.lora is None else (matrix.float() + self.lora.to(self.device).matrix()).to(self.dtype)
+        return matrix if self.lora is None else (matrix.float() + self.lora.matrix().to(self.device)).to(self.dtype)
 
     def own_matrix(self) -> Tensor:
         """The matrix without its adapters."""
@@ -148,26 +143,15 @@ class Int8Weight(Tensor):
             return stored.values(self.original, self.device).to(self.dtype)
         return self.matrix.float().to(self.dtype)
 
-    def matrix_on(self, device: torch.device) -> Int8Matrix:
-        """The integers on a device; copied there if they are elsewhere."""
-        return self.matrix if self.matrix.codes.device == device else self.matrix.to(device, non_blocking=True)
-
     def rows(self, some: Tensor | slice, device: torch.device) -> tuple[Tensor, Int8Matrix]:
         """The rows ``some`` of the float matrix without its adapters and of the one in 8 bits, on a device."""
         codes, scales, rotation = self.matrix
         matrix = Int8Matrix(codes[some], scales[some], rotation).to(device)
         return (matrix.float() if self.original is None else stored.values(self.original)[some].to(device)), matrix
 
-    def like(self, matrix: Int8Matrix, dtype: torch.dtype | None = None, original: Tensor | None = None) -> Int8Weight:
-        """Another weight for the same layer."""
-        in_float = InFloat(original, self.lora)
+    def like(self, matrix: Int8Matrix, in_float: InFloat, dtype: torch.dtype | None = None) -> Int8Weight:
+        """Another weight for the same layer; an alias where it has the same ``in_float``."""
         return Int8Weight(matrix, dtype or self.dtype, in_float=in_float, follows=self.follows, layer=self.layer)
-
-    def with_matrix(self, matrix: Int8Matrix) -> Int8Weight:
-        """An alias with other integers for the same float values."""
-        alias = self.like(matrix)
-        alias.in_float = self.in_float
-        return alias
 
     def write(self, values: Tensor) -> None:
         """Take other values, ``[N, K]`` of any float dtype."""
@@ -193,8 +177,8 @@ class Int8Weight(Tensor):
             original = self.original
             if original is not None:  # it stays where it is: on the device, or in host memory
                 original = values.detach().to(values.device if self.follows else original.device, copy=True)
-            values = self.like(quantize_rows(values.detach(), self.matrix.rotation), values.dtype, original)
-            values.in_float.lora = None
+            matrix = quantize_rows(values.detach(), self.matrix.rotation)
+            values = self.like(matrix, InFloat(original, None), values.dtype)
         with torch._C.DisableTorchFunctionSubclass():
             _SET_DATA(self, values)
         self.matrix, self.in_float, self.follows = values.matrix, values.in_float, values.follows
@@ -276,8 +260,8 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
         if not isinstance(weight, Int8Weight):
             return F.linear(x, weight.to(x.device, x.dtype), bias)
     if weight.runs_in_int8:
-        bias = bias if bias is None or bias.device == x.device else bias.to(x.device)
-        out = int8_linear(x, weight.matrix_on(x.device), bias)
+        bias = None if bias is None else bias.to(x.device)
+        out = int8_linear(x, weight.matrix.to(x.device, non_blocking=True), bias)
     else:
         out = F.linear(x, weight.own_matrix().to(x.device, x.dtype), None if bias is None else bias.to(x.dtype))
     return out if weight.lora is None else out + weight.lora(x)
@@ -321,12 +305,12 @@ def _each(func: Any, weight: Int8Weight, *args: Any, dtype: torch.dtype | None =
     original = weight.original
     if original is not None and weight.follows:
         original = func(original.detach(), *args, **kwargs, **({} if dtype is None else {"dtype": dtype}))
-    return weight.like(matrix, dtype, original)
+    return weight.like(matrix, InFloat(original, weight.lora), dtype)
 
 
 def _alias(func: Any, weight: Int8Weight) -> Int8Weight:
     codes, scales, rotation = weight.matrix
-    return weight.with_matrix(Int8Matrix(func(codes), func(scales), rotation))
+    return weight.like(Int8Matrix(func(codes), func(scales), rotation), weight.in_float)
 
 
 def _moved(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
@@ -345,7 +329,7 @@ def _empty_like(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
         return torch.empty(weight.shape, dtype=dtype, device=device)
     codes, scales, rotation = weight.matrix
     matrix = Int8Matrix(torch.empty_like(codes, device=device), torch.empty_like(scales, device=device), rotation)
-    return weight.like(matrix, dtype)
+    return weight.like(matrix, InFloat(None, weight.lora), dtype)
 
 
 def _copy(func: Any, target: Int8Weight, source: Any, non_blocking: bool = False) -> Int8Weight:

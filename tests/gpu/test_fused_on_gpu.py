@@ -9,7 +9,6 @@ import pytest
 import torch
 from attn_support.oracle import assert_attention
 from attn_support.table import TABLE, Case
-from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
@@ -17,7 +16,6 @@ from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import HEAD_DIMS, KINDS, Variant, all_variants, amd_variants
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
-from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.plan import tensor_plan
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels
@@ -126,35 +124,6 @@ def test_a_compiled_call_and_its_gradients_are_one_graph(first_use: Kernels) -> 
     assert len(first_use._checked) == 3
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("config", [FUSED, AttentionConfig()], ids=["by name", "auto"])
-def test_the_first_training_step_with_gradient_checkpointing(
-    first_use: Kernels, config: AttentionConfig, use_reentrant: bool
-) -> None:
-    """Recomputation runs in the thread of backward passes: a check that waited for one there would never end."""
-
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        return sdpa(*tensors, is_causal=True, config=config)
-
-    for tokens in (1100, 100):
-        _check_a_training_step(lambda *t: checkpoint(attend, *t, use_reentrant=use_reentrant), tokens)
-
-
-def test_the_first_call_is_checked_on_the_callers_stream(first_use: Kernels) -> None:
-    streams: list[int] = []
-
-    class Noted(Kernels):
-        def queue(self, launch: Launch, handle: object) -> None:
-            streams.append(torch.cuda.current_stream(self.device).cuda_stream)
-            super().queue(launch, handle)
-
-    stream = torch.cuda.Stream()
-    with using(Runtime(first_use.device, parts={Kernels: Noted})), torch.cuda.stream(stream):
-        _grouped(*_large())
-    torch.cuda.synchronize()
-    assert set(streams) == {stream.cuda_stream}
-
-
 def test_nothing_is_checked_while_a_graph_is_captured(first_use: Kernels) -> None:
     query, key, value = (torch.randn(1, 4, 300, 64, device="cuda") for _ in range(3))
     torch.cuda.synchronize()
@@ -202,20 +171,6 @@ def test_a_card_with_prebuilt_kernels_compiles_nothing() -> None:
     without_compiler = {Kernels: lambda runtime: Kernels(runtime, gpu=gpu)}
     with using(Runtime(device, parts=without_compiler)):
         _grouped(*_large())
-
-
-def test_a_kernel_whose_first_answers_are_wrong_is_disabled_on_this_card(caplog: pytest.LogCaptureFixture) -> None:
-    class Wrong(Kernels):
-        def largest_error(self, variant: Variant) -> float:
-            return super().largest_error(variant) + 1.0
-
-    with using(Runtime(torch.device("cuda", torch.cuda.current_device()), parts={Kernels: Wrong})):
-        with pytest.raises(UnsupportedAttention, match="differs from the definition"):
-            _grouped(*_large())
-        sdpa(*_large(), enable_gqa=True)
-    assert [record.getMessage()[:40] for record in caplog.records if record.name == "pascal_attn"] == [
-        "a kernel of the fused route is disabled:"
-    ]
 
 
 TENSOR = AttentionConfig(route="fused-tensor")

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from pascal_attn_core.contest.timing_table import median_times
 from pascal_attn_core.fused.code.kinds import KERNELS, PRODUCT_FORMATS
 from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.linear import run_product, why_no_expansion, why_no_product
 from pascal_attn_core.fused.trust.verify_linear import expected_product, sane_blocks
-from pascal_attn_core.gguf.int8 import product
 from pascal_attn_core.gguf.matrix import GgufMatrix, linear
 from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
@@ -31,7 +29,6 @@ def test_a_whole_layer_has_the_definitions_weights(name: str) -> None:
 
 
 needs_dp4a = pytest.mark.skipif(bool(why_no_product(_DEVICE, "Q8_0", 100, 8)), reason="needs dp4a")
-WAYS = ("kernel", "kernel_4x8", "float")
 
 
 def _call(name: str, rows: int, cols: int, columns: int, dtype: torch.dtype) -> GgufLinearCall:
@@ -56,17 +53,3 @@ def test_every_bit_of_a_product_is_that_of_the_definition(name: str, dtype: torc
             run_product(call, shape)
             right = expected_product(here, gguf_linear_launches(call, shape)[-1].function)
             assert torch.equal(call.out.cpu(), right.to(dtype))
-
-
-@needs_dp4a
-@pytest.mark.timed
-@pytest.mark.parametrize("rows", [1, 16, 4096])
-@pytest.mark.parametrize("name", PRODUCT_FORMATS)
-def test_the_times_of_each_way(name: str, rows: int) -> None:
-    weight = GgufMatrix(sane_blocks(name, 3072, 3072, torch.Generator()).cuda(), name, (3072, 3072), torch.float32,
-                        torch.int8, torch.float32)  # fmt: skip
-    x = torch.randn(rows, 3072, device=_DEVICE)
-    able = [way for way in WAYS if way == "float" or not why_no_product(_DEVICE, name, rows, 4 if "4" in way else 8)]
-    times = dict(zip(able, median_times([lambda way=way: product(x, weight, None, way) for way in able], _DEVICE)))
-    print(f"\n{name} {rows} x 3072 x 3072: " + ", ".join(f"{way} {time:.2f} ms" for way, time in times.items()))
-    assert rows < 4096 or torch.cuda.get_device_capability() >= (7, 0) or min(times, key=times.__getitem__) != "float"

@@ -36,7 +36,7 @@ def test_time_and_memory_come_from_the_device(engine_module: ModuleType, dtype: 
     engine = _engine(engine_module)
     query, key, value = (torch.randn(1, 8, 4096, 64, device="cuda", dtype=dtype) for _ in range(3))
     run = engine.begin()
-    out = engine.attend(Arguments(query, key, value), place=engine_module.Place("double 0"))
+    out = engine.attend(Arguments(query, key, value), block="double 0")
     engine.end()
     expected, _ = reference_sdpa(query[:, :, :64].double(), key.double(), value.double())
     torch.testing.assert_close(out[:, :, :64].double(), expected, rtol=0, atol=2e-3)
@@ -50,10 +50,10 @@ def test_time_and_memory_come_from_the_device(engine_module: ModuleType, dtype: 
 def test_a_cuda_graph_can_be_captured(engine_module: ModuleType) -> None:
     engine = _engine(engine_module)
     query = torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.float16)
-    expected = engine.attend(Arguments(query, query, query), place=engine_module.Place("warm-up"))
+    expected = engine.attend(Arguments(query, query, query), block="warm-up")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = engine.attend(Arguments(query, query, query), place=engine_module.Place("captured"))
+        out = engine.attend(Arguments(query, query, query), block="captured")
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(out, expected)

@@ -63,31 +63,8 @@ class Geglu(nn.Module):
         return hidden * F.gelu(gate)
 
 
-class SwiGlu(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(3 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 def mlp(width: int, hidden: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width)).eval()
-
-
-class SoftMoe(nn.Module):
-    """Every token to every expert: no choice, nothing to overflow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(Ffn() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.gate(x).softmax(-1)
-        return (torch.stack([expert(x) for expert in self.experts], dim=-1) @ weight.unsqueeze(-1)).squeeze(-1)
 
 
 def _counted(m: Any, x: Tensor) -> float:
@@ -140,11 +117,8 @@ def _weight(*shape: int) -> Callable[[], nn.Parameter]:
 _COUNTS = {"count": lambda: torch.zeros(1), "seen": list, "calls": int}
 # Between the layers: a function of the module and the hidden tensor, or one with the attributes that it needs.
 _ON: dict[str, Any] = {
-    "softmax over channels": lambda m, h: h.softmax(-1),
     "convolution of width 1": (lambda m, h: F.conv1d(h.mT, m.kernel).mT, {"kernel": _weight(64, 64, 1)}),
     "flattened tokens": lambda m, h: (h.flatten(0, 1) * 2).view_as(h),
-    "heads": lambda m, h: h.unflatten(-1, (4, 16)).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2),
-    "scale per token": lambda m, h: (h / h.abs().amax(-1, keepdim=True).clamp(min=1e-6)).round(),
     "clones and literals": lambda m, h: h.clone().mul_(torch.tensor(0.5)) + torch.tensor([1.0] * 64),
     "writes to a view of its own": lambda m, h: _after(own := h * 1, own.view(*h.shape[:2], -1, 8)[..., 0].mul_(2)),
     # The code runs once and sees all tokens: what it makes of their number, or counts, is right in slices.
@@ -157,16 +131,11 @@ _REFUSED: dict[str, Any] = {
                     {"kernel": _weight(64, 1, 3)}),
     "softmax over tokens": lambda m, h: h.softmax(1),
     "zero-initialised context": (lambda m, h: h + m.gate * h.mean(1, keepdim=True), {"gate": lambda: torch.zeros(1)}),
-    "token shift": lambda m, h: 0.5 * h + 0.5 * F.pad(h, (0, 0, 1, -1)),
-    "attention": lambda m, h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0],
-    "pooling": lambda m, h: h + F.avg_pool1d(h.mT, 3, 1, 1).mT,
     "path by values": lambda m, h: h * 2 if h.abs().max() > 1 else h,
     "keeps its tokens": (_kept, {"last": lambda: None}),
     "asks for memory": lambda m, h: h * (h.untyped_storage().nbytes() + bool(h.data_ptr())),
     "dropout": lambda m, h: F.dropout(h, 0.5, training=True),
-    "reversed tokens": lambda m, h: h.flip(1),
     "one token for all": lambda m, h: h.mean(1),
-    "two outputs": lambda m, h: h.chunk(2, 1)[0].repeat(1, 2, 1),
     "largest value so far": (lambda m, h: h / _after(m.most, m.most.copy_(torch.maximum(m.most, h.detach().amax()))),
                              {"most": lambda: torch.ones(())}),
     "a weight that changes": (lambda m, h: _after(h + m.most, m.most.add_(1)), {"most": lambda: torch.ones(())}),
@@ -187,10 +156,8 @@ CASES = [
     Case("two linear layers", Ffn),
     Case("Wan's Sequential", lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU("tanh"), nn.Linear(64, 16))),
     Case("GEGLU", lambda: nn.Sequential(Geglu(), nn.Dropout(0.0), nn.Linear(64, 16))),
-    Case("SwiGLU", SwiGlu),
     Case("in-place inside", lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16))),
     Case("norms", lambda: nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16), Ffn(), nn.Dropout(0.5))),
-    Case("experts for every token", SoftMoe),
     Case("in-place activation first", lambda: nn.Sequential(nn.ReLU(inplace=True), Ffn()), "refused"),
     Case("nothing at all", nn.Identity, "refused"),
     *(Case(name, partial(_with, change)) for name, change in _ON.items()),

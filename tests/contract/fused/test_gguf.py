@@ -21,7 +21,7 @@ from pascal_attn_core.fused.launch.gguf import DTYPES, ExpandCall, expand_launch
 from pascal_attn_core.fused.linear import why_no_expansion
 from pascal_attn_core.fused.trust import trial, verify_linear
 from pascal_attn_core.gguf import matrix as matrices
-from pascal_attn_core.gguf.matrix import ExpandTimings, GgufMatrix, linear
+from pascal_attn_core.gguf.matrix import ExpandWays, GgufMatrix, linear
 from pascal_attn_core.machine.runtime import runtime_of, using
 from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
@@ -98,7 +98,7 @@ def test_a_layer_takes_the_faster_one(takes_kernel: bool, monkeypatch: pytest.Mo
     expected = linear(x, weight, None)
     with fresh_card(StandIn(CARD, execute)) as kernels:
         runtime = runtime_of(CPU)
-        runtime._parts[ExpandTimings] = ExpandTimings(
+        runtime._parts[ExpandWays] = ExpandWays(
             runtime, clock=Clock(1.0, 2.0 if takes_kernel else 0.5), folder=lambda: None, is_on=True
         )
         assert torch.equal(linear(x, weight, None), expected)

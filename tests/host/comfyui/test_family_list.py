@@ -49,15 +49,6 @@ folders = [f"comfy.ldm.{p.name}" for root in comfy.ldm.__path__ for p in __impor
 print("FOUND", json.dumps({"reached": reached, "failed": failed, "parts": sorted({*parts, *folders})}))
 """
 
-NETWORKS = """
-import json
-found = {{}}
-for name in {names!r}:
-    kind = type(load_model(name).model.diffusion_model)
-    found[name] = f"{{kind.__module__}}.{{kind.__qualname__}}"
-print("FOUND", json.dumps(found))
-"""
-
 
 @cache
 def rows() -> dict[str, tuple[str, str]]:
@@ -100,11 +91,3 @@ def families_of_rows() -> list[tuple[str, str]]:
 
 def test_the_rows_name_each_family_of_the_tests_once() -> None:
     assert sorted(family for family, _ in families_of_rows()) == sorted(FAMILIES)
-
-
-def test_a_tested_family_is_of_the_network_in_whose_row_it_stands(host_script, tiny_models) -> None:
-    models = {family: FAMILIES[family].model or family for family, _ in families_of_rows()}
-    loaded = sorted({name for name in models.values() if "skip" not in tiny_models[1][name]})
-    found = found_in(host_script(NETWORKS.format(names=loaded)))
-    rows_of_loaded = {name: network for family, network in families_of_rows() if (name := models[family]) in found}
-    assert found == rows_of_loaded != {}

@@ -77,19 +77,35 @@ def test_it_runs_as_the_only_output_and_shows_itself_on_the_node(server: ComfySe
     assert not texts  # the picture says it, and needs the room
 
 
-def test_a_sampler_from_the_cache_is_said_and_its_earlier_run_shown(server: ComfyServer) -> None:
+def kept_graph() -> tuple[Graph, Any]:
+    """A sampler that ComfyUI keeps in its cache, and its latent."""
     graph, latent = sample_graph("sd15", [attention_patch()], uuid.uuid4().hex)
     sampler = graph.prompt[latent[0]]["inputs"]
     sampler["latent_image"] = graph.prompt.pop(sampler["latent_image"][0])["inputs"]["value"]
+    return graph, latent
+
+
+def test_a_sampler_from_the_cache_is_said_and_its_earlier_run_shown(server: ComfyServer) -> None:
+    graph, latent = kept_graph()
     node, _ = graph.add(REPORT, exactness_check=False, value=latent)
     first = " ".join(server.run(graph.prompt).outputs[node]["text"][0].split())
     graph.prompt[node]["inputs"]["exactness_check"] = True  # else the whole prompt is in the cache
     second = " ".join(server.run(graph.prompt).outputs[node]["text"][0].split())
     assert "in its cache" not in first
     assert "ComfyUI used the results in its cache" in second
-    assert "Its most recent earlier run is shown." in second
+    assert "Its most recent earlier run is shown" in second
     assert "of an earlier prompt" in second
     assert "exact within rounding" in second
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_what_is_in_the_cache_keeps_its_report(server: ComfyServer, connected: bool) -> None:
+    graph, latent = kept_graph()
+    node, _ = graph.add(REPORT, exactness_check=False, **({"value": latent} if connected else {}))
+    graph.add("PreviewAny", source=latent)
+    first, second = (server.run(graph.prompt).outputs.get(node, {}).get("images") for _ in range(2))
+    assert first
+    assert (second in (None, first)) is connected  # each report writes a picture of its own
 
 
 def test_the_bug_report_holds_versions_and_settings(server: ComfyServer) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pascal_attn_core import patch_attention_int8, patch_linear_int8
 from pascal_attn_core.int8 import Int8Weight
-from pascal_attn_core.int8.attention import find_attention
+from pascal_attn_core.int8.attention import AttentionBinding
 from pascal_attn_core.int8.stored import FLOATS_8
 from pascal_attn_core.patching.forward import ReplacedForward
 from tools import int8_files_table, int8_table
@@ -92,7 +92,7 @@ def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> N
     add_lora(model)
     model.requires_grad_(False)
     expected = call(model, torch.float32)
-    found = [found.module for found in find_attention(model)]
+    found = [found.module for found in AttentionBinding(max_error=0.02).find(model)]
     for module in found[::2]:
         hooks.add_hook_to_module(module, hooks.ModelHook())
     with patch_attention_int8(model) as attention, patch_linear_int8(model) as linear:

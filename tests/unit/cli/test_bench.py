@@ -14,9 +14,8 @@ from pascal_attn_core import cli
 from pascal_attn_core.cli.bench import candidates, length, linear, shapes
 from pascal_attn_core.cli.bench.contest import BenchSettings
 from pascal_attn_core.cli.bench.linear import Layer, race_layer
-from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes
+from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
-from tools import peers
 
 TINY = {
     "plain": Shape("plain", "a tiny call", 1, 2, 2, 48, 40, 16),
@@ -91,16 +90,6 @@ def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
     assert found["refuses"].note == "too small; too odd"
     assert found["wrong"].error == found["nan"].error == math.inf
     assert found[candidates.BASELINE].seconds > 0
-
-
-def test_shapes_are_chosen_by_pattern(monkeypatch):
-    monkeypatch.setattr(shapes, "SHAPES", SHAPES)
-    assert len(choose_shapes("all")) == len(SHAPES)
-    assert {shape.name for shape in choose_shapes("mask_*")} == {"mask_bool", "mask_padding", "mask_bias"}
-    assert set(shapes.QUICK) == {shape.name for shape in choose_shapes("quick")}
-    assert choose_shapes("wan")[0].num_heads == 2
-    assert choose_shapes("wan", device_type="cuda")[0].num_heads == 12
-    assert choose_shapes("sd15", dtype="float16")[0].dtype == "float16"
 
 
 def test_the_command_prints_tables_and_writes_figures(tmp_path, capsys):
@@ -197,9 +186,3 @@ def test_a_peer_is_imported_where_it_runs_and_leaves_torchs_function_alone() -> 
         assert F.scaled_dot_product_attention is original
         """
     )
-
-
-def test_missing_peers_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert peers.installed() == []
-    assert capsys.readouterr().out.count("is not installed: not compared") == 2

@@ -83,36 +83,16 @@ def _mixing(*given: Tensor, **options: Any) -> Tensor:
     return given[-1].flip(-2) * 2
 
 
-class _Mixed(Tensor):
-    """A weight whose product is that of all tokens."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-            return out.flip(-2) if func is F.linear else out
-
-
-def _of_class(layer: nn.Linear) -> None:
-    layer._parameters["weight"] = layer.weight.detach().as_subclass(_Mixed)
-
-
 def _whole(layer: nn.LayerNorm) -> None:
     layer.normalized_shape = (TOKENS, WIDTH)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a forward of an instance": _of(2, lambda layer: setattr(layer, "forward", _mixing)),
-    "a forward of a class": _set(nn.GELU, "forward", lambda self, x: _mixing(x)),
     "a function of torch": _set(F, "gelu", lambda x, **options: _mixing(x)),
     "every call": _set(nn.Module, "__call__", lambda self, *given, call=nn.Module.__call__: call(self, *given).flip(1)),
-    "a hook": _of(2, lambda layer: layer.register_forward_hook(lambda m, args, out: out.flip(1))),
-    "a hook before": _of(2, lambda layer: layer.register_forward_pre_hook(lambda m, args: args[0].flip(1))),
     "a layer": lambda module: nullcontext(module.__setitem__(2, nn.Softmax(1))),
     "a layer more": lambda module: nullcontext(module.append(nn.Softmax(1))),
-    "a compiled layer": _of(2, lambda layer: setattr(layer, "_compiled_call_impl", _mixing)),
     "what a layer is set to": _of(0, _whole),
-    "the class of a weight": _of(1, _of_class),
     "a random layer": _of(3, lambda layer: layer.train()),
 }  # fmt: skip
 
@@ -183,6 +163,7 @@ OBSERVERS: dict[str, Callable[[Any], Any]] = {
     "a forward of a class": _set(nn.GELU, "forward", _looking),
     "a call of a class": _of(2, lambda layer: setattr(layer, "__class__", _Gelu)),
     "a hook": _of(2, lambda layer: layer.register_forward_hook(lambda m, args, out: _look(out))),
+    "a hook before": _of(2, lambda layer: layer.register_forward_pre_hook(lambda m, args: _look(*args))),
     "a hook of all layers": _hook_of_all,
     "a weight": _of(1, _weight_of_class),
 }

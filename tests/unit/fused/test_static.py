@@ -5,18 +5,14 @@ The whole table takes most of an hour (``python tools/fused.py table``): a few o
 
 import itertools
 import random
-from dataclasses import replace
-from types import SimpleNamespace
 
-import earlier
 import fused as tool
 import pytest
-from attn_support.randomness import at_night, seeds, some, times
+from attn_support.randomness import seeds, some, times
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
-from pascal_attn_core.fused.code.kinds import ALL_KINDS, TABLE
-from pascal_attn_core.fused.code.source import DTYPES, FOLDER, Variant, digest, gguf_linear_variants
+from pascal_attn_core.fused.code.source import DTYPES, Variant, digest, gguf_linear_variants
 from pascal_attn_core.fused.gpu import nvrtc
 from tools.models.sass import maxwell, sections
 from tools.models.shares import gguf_share, linear_share, packing, share
@@ -30,25 +26,6 @@ def _cubin(variant: Compilation, arch: int = 61) -> bytes:
     """The one that ships, where it was made from this source by this compiler, else one compiled here, once."""
     shipped = prebuilt.load(variant, arch) if tuple(prebuilt.manifest().get("nvrtc", ())) == tool.NVRTC else None
     return tool.compiled(variant, arch).cubin if shipped is None else shipped
-
-
-def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(tmp_path, monkeypatch) -> None:
-    def compile_(text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled:
-        made.append(f"{macros} {arch} {earlier.OPTIONS}")
-        return nvrtc.Compiled(made[-1].encode(), "")
-
-    made: list[str] = []
-    monkeypatch.setattr(tool, "BUILD", tmp_path)
-    monkeypatch.setattr(tool, "nvrtc", lambda arch: SimpleNamespace(compile=compile_))
-    variant, with_other_tiles = (Variant("forward", 64, "float32") for _ in range(2))
-    vars(with_other_tiles)["geometry"] = replace(variant.geometry, blocks=1)
-    for options in (earlier.OPTIONS, ("-G",)):
-        monkeypatch.setattr(earlier, "OPTIONS", options)
-        for each in (with_other_tiles, variant):
-            for arch in (61, 70):
-                found = [tool.compiled(each, arch).cubin.decode() for _ in range(2)]
-                assert found == [f"{each.macros()} {arch} {options}"] * 2
-    assert len(made) == 8
 
 
 @needs_nvrtc
@@ -135,17 +112,6 @@ def test_most_instructions_of_8_bit_attention_are_dp4a(head_dim: int, most: floa
         assert 0.01 < packing(variant, _cubin(variant)) / found.per_score / 4096 < 0.03
 
 
-@at_night
-@needs_nvrtc
-@pytest.mark.parametrize("head_dim", [40, 64])
-def test_each_number_of_a_tile_of_dq_is_added_to_memory_once(head_dim: int) -> None:
-    """By instructions that wait for no answer, each with as many lanes side by side as there are columns."""
-    variant = Variant("grad_all", head_dim, "float32")
-    counts, geometry = share(variant, _cubin(variant)).counts, variant.geometry
-    rounds = -(-head_dim // 32)
-    assert counts["RED"] == geometry.cols * rounds * 32 / geometry.threads
-
-
 @needs_nvrtc
 def test_most_instructions_of_a_linear_layer_in_8_bits_are_dp4a() -> None:
     assert LIBRARY is not None
@@ -184,31 +150,6 @@ def test_the_packs_hold_the_functions_of_each_kernel() -> None:
             cubin = prebuilt.load(variants[name], int(pack.removeprefix("sm_").split("-")[0]))
             assert cubin is not None
             assert set(variants[name].functions) <= set(sections(cubin))
-
-
-# Files in which integers are made of the bits of floats, how often, and kinds that ship with them: what ships has been
-# executed. ptxas takes one form of it for a product of integers: see pack_shares in warp.cuh.
-_BITS_OF_FLOATS = {
-    "elements.cuh": (1, "forward-64-bfloat16-none"),
-    "codes.cuh": (1, "int8-64-float16-none"),
-    "int8_pack.cuh": (8, "int8-64-float16-none"),
-    "int8_attention.cu": (3, "int8-64-float16-none"),
-    "int8_linear.cu": (1, "int8_linear-float16"),
-    "gguf_linear.cu": (1, "gguf_linear-Q4_0-8"),
-    "product.cuh": (4, ""),  # pairs, which only AMD's cards have
-    "warp.cuh": (2, "tensor-64-float16-none"),
-}
-
-
-def test_every_place_that_makes_integers_of_floats_is_in_machine_code_that_ships() -> None:
-    shipped = {variant.name: variant for variant in prebuilt.all_variants()}
-    found = {}
-    for file in dict.fromkeys(itertools.chain(*(TABLE[kind].files for kind in ALL_KINDS))):
-        if file != "base.cuh" and (count := (FOLDER / file).read_text().count("float_to_bits(")):
-            found[file] = count
-    assert found == {file: count for file, (count, _) in _BITS_OF_FLOATS.items()}
-    for file, (_, name) in _BITS_OF_FLOATS.items():
-        assert not name or file in TABLE[shipped[name].kind].files
 
 
 @pytest.mark.parametrize(("packs", "most"), [("sm_*", 4_400_000), ("gfx*.xz", 2_950_000)])

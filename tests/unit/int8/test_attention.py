@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +14,6 @@ from pascal_attn_core import patch_attention_int8, patch_linear_int8, sdpa
 from pascal_attn_core.call import Arguments
 from pascal_attn_core.int8 import attention
 from pascal_attn_core.int8.attention import attention_error
-from pascal_attn_core.int8.measure import Times
 
 WIDTH, HEADS = 128, 2
 
@@ -76,24 +74,6 @@ def test_layers_within_the_limit_run_in_8_bits_and_the_others_are_named(model: n
     assert torch.equal(model(x), expected)
 
 
-def test_calibration_judges_by_the_largest_error_of_all_calls(model: nn.Module, x: Tensor) -> None:
-    expected = model(x)
-
-    def errors(*factors: float) -> list[float]:
-        def run(target: nn.Module) -> None:
-            for factor in factors:
-                out = target(x * factor)
-                torch.testing.assert_close(out, expected if factor == 1 else out)
-
-        with patch_attention_int8(model, calibrate=run) as patch:
-            assert patch.report().count("waiting") == 0
-            return [line.error for line in patch.report().lines]
-
-    several, largest = errors(0.1, 3.0, 1.0), errors(3.0)
-    assert several == largest
-    assert largest[0] > errors(1.0)[0]
-
-
 @pytest.mark.parametrize(
     ("target", "options", "error"),
     [
@@ -101,7 +81,6 @@ def test_calibration_judges_by_the_largest_error_of_all_calls(model: nn.Module, 
         (AttnBlock(), {"include": "no such"}, ValueError),
         (AttnBlock(), {"max_error": -1}, ValueError),
         (AttnBlock(), {"max_error": "1"}, TypeError),
-        (AttnBlock(), {"calibrate": 3}, TypeError),
         ("model", {}, TypeError),
     ],
 )
@@ -170,23 +149,6 @@ def test_each_call_is_computed_once_and_a_check_computes_some_rows(model, monkey
     assert [rows <= most for rows, most in zip(counted, (512, 128, 128), strict=True)] == [True] * 3
 
 
-def _times(in_float: float, in_int8: float) -> Callable:
-    def timed(site: attention.AttentionSite, given: dict[str, Tensor]) -> None:
-        site.times = Times(in_float, in_int8)
-
-    return timed
-
-
-@pytest.mark.parametrize("calibrates", [False, True])
-def test_a_layer_that_is_slower_in_8_bits_stays_exact(calibrates: bool, model, x, monkeypatch) -> None:
-    monkeypatch.setattr(attention.AttentionSite, "_time", _times(1.0, 1.5))
-    expected = model(x)
-    with patch_attention_int8(model, calibrate=(lambda model: model(x)) if calibrates else None) as patch:
-        torch.testing.assert_close(model(x), expected)
-        assert {line.why for line in patch.report().lines[:3]} == {"not faster: 1.50 ms, 1.00 ms as it was"}
-        assert patch.report().count("refused") == 4
-
-
 def test_copies_are_without_the_patch_and_linear_layers_may_be_in_8_bits_too(model: nn.Module, x: Tensor) -> None:
     expected = model(x)
     with patch_attention_int8(model) as attention, patch_linear_int8(model, include=nn.Linear, max_error=1) as linear:
@@ -221,10 +183,3 @@ def test_the_sample_sees_rows_of_large_norm_every_period_and_each_branch(
     assert found.worst_row == pytest.approx(worst, rel=1e-3)
     assert found.error == pytest.approx(whole, rel=0.15) or (whole == 0 and 0 < found.error < 0.1)
     assert attention_error(given, exact * float("nan"), 3, 512) == (float("inf"),) * 3
-
-
-def test_a_late_step_with_the_outliers_is_seen(model: nn.Module, x: Tensor) -> None:
-    with patch_attention_int8(model, include="0.attn1", max_error=0.01) as patch:
-        for step in range(1, 9):
-            model(x * 4 if step == 8 else x)
-            assert patch.report().lines[0].state == ("refused" if step == 8 else "on")

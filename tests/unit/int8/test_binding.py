@@ -49,7 +49,7 @@ def assert_same(model: nn.Module, before: dict[str, tuple[int, int, Tensor]]) ->
 
 def test_attached_again_it_only_rounds() -> None:
     model, x = network(), inputs()
-    binding = Int8Binding()
+    binding = Int8Binding(max_error=0.05)
     binding.attach(model)
     first, codes = model(x), codes_of(model)
     binding.detach(model)
@@ -64,7 +64,7 @@ def test_attached_again_it_only_rounds() -> None:
 
 
 def test_copies_of_a_model_have_layers_of_their_own_and_none_is_kept_alive() -> None:
-    binding = Int8Binding()
+    binding = Int8Binding(max_error=0.05)
     models = [network(), network(1)]
     for model in models:
         binding.attach(model)
@@ -100,7 +100,7 @@ def test_an_adapter_stays_in_float_beside_the_base_weight() -> None:
     with torch.no_grad():
         model[0].weight += adapter.matrix()
     before, exact = state_of(model), model(x)
-    binding = Int8Binding(exclude="2")
+    binding = Int8Binding(max_error=0.05, exclude="2")
     binding.attach(model, lambda name, module: Kept(matrix=base, original=base, lora=adapter))
     ours = model(x)
     weight = model[0].weight
@@ -132,7 +132,7 @@ def test_a_weight_that_its_device_has_no_room_for_stays_in_host_memory_if_the_ho
     model = network()
     before = state_of(model)
     sources = {"0": Patient(is_patient), "2": Patient(True)}
-    bound = Int8Binding()
+    bound = Int8Binding(max_error=0.05)
     bound.attach(model, lambda name, module: sources[name])
     model(inputs())
     monkeypatch.setattr(Exchange, "bring_back", Mock(side_effect=RuntimeError("CUDA error: out of memory")))
@@ -149,7 +149,7 @@ def test_a_weight_that_its_device_has_no_room_for_stays_in_host_memory_if_the_ho
 def test_a_layer_that_there_is_no_memory_to_round_stays_in_float_for_that_load() -> None:
     model, x = network(), inputs()
     before = state_of(model)
-    bound = Int8Binding()
+    bound = Int8Binding(max_error=0.05)
     bound.attach(model)
     first = model(x)
     short = Kept(RuntimeError("CUDA error: out of memory"))
@@ -169,7 +169,7 @@ def test_a_layer_that_there_is_no_memory_to_round_stays_in_float_for_that_load()
 def test_an_accident_in_the_middle_leaves_the_model_as_it_was() -> None:
     model = network()
     before = state_of(model)
-    binding = Int8Binding()
+    binding = Int8Binding(max_error=0.05)
     binding.attach(model)
     model(inputs())
     broken = Kept(RuntimeError("an accident"))
@@ -182,7 +182,7 @@ def test_attributes_and_bias_are_overridden_while_it_is_in() -> None:
     model, x = network(), inputs()
     layer = model[0]
     layer.casts, bias = True, layer.bias
-    binding = Int8Binding(exclude="2")
+    binding = Int8Binding(max_error=0.05, exclude="2")
     binding.attach(model, lambda name, module: Kept(bias=torch.zeros(128), attributes={"casts": False, "extra": 1}))
     assert layer.casts is True, "not before it is in"
     model(x)
@@ -197,7 +197,7 @@ def test_attributes_and_bias_are_overridden_while_it_is_in() -> None:
 def test_float_weights_that_leave_a_device_make_room_for_int8_weights_of_others(weights: str) -> None:
     """The second layer's float weight is elsewhere; its int8 weight takes what the first one's has left."""
     model, x = network(), inputs()
-    bound = Int8Binding(weights=weights)
+    bound = Int8Binding(max_error=0.05, weights=weights)
     bound.attach(model)
     first = model(x)
     bound.detach(model)
@@ -225,5 +225,5 @@ def test_layers_of_the_repeated_blocks_are_taken_and_those_that_set_the_timestep
     model: nn.Module = nn.Linear(64, 64)
     for part in reversed(name.split(".")):
         model = nn.ModuleDict({part: model})
-    (line,) = Int8Binding().report(model).lines
+    (line,) = Int8Binding(max_error=0.05).report(model).lines
     assert (line.name, line.state) == (name, state)

@@ -181,9 +181,8 @@ def test_a_part_with_outliers_makes_the_layer_exact_in_the_same_call(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("calibrates", [False, True])
 @torch.no_grad()
-def test_a_layer_that_is_no_faster_stays_exact(kind: str, calibrates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_no_faster_stays_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def time(self: Judged, *_: object) -> None:
         self.times = Times(1.0, 1.5)
 
@@ -191,13 +190,10 @@ def test_a_layer_that_is_no_faster_stays_exact(kind: str, calibrates: bool, monk
     monkeypatch.setattr("pascal_attn_core.int8.binding.median_times", lambda attempts, device: [1.0, 1.5])
     model, x = model_of(kind), torch.randn(1, 64, WIDTH)
     right = model(x)
-    if kind == "attention":
-        patch = patch_attention_int8(model, calibrate=(lambda model: model(x)) if calibrates else None)
-    elif kind == "float16":
+    if kind in ("attention", "float16"):
         patch = patched(kind, model)
     else:
-        calibrate = (lambda model: model(x)) if calibrates else None
-        patch = patch_linear_int8(model, include="*", max_error=0.5, only_faster=True, calibrate=calibrate)
+        patch = patch_linear_int8(model, include="*", max_error=0.5, only_faster=True)
     torch.testing.assert_close(model(x), right)
     (line,) = patch.report().lines
     assert (line.state, line.why) == ("refused", "not faster: 1.50 ms, 1.00 ms as it was")
@@ -333,7 +329,6 @@ def test_a_compiled_layer_is_not_counted_as_watched() -> None:
     torch.compile(model, backend="aot_eager")(x)
     (line,) = patch.report().lines
     assert line.why == "compiled calls are neither counted nor measured"
-    assert "1 compiled, whose calls are neither counted nor measured" in patch.report().sentence()
 
 
 @torch.no_grad()

@@ -122,7 +122,6 @@ def test_what_cannot_run_in_8_bits_is_named() -> None:
         (ValueError, "max_error must be a share from 0 to 1 .*, got 5", {"max_error": 5}),
         (ValueError, "max_error must be a share from 0 to 1 .*, got nan", {"max_error": float("nan")}),
         (ValueError, "weights must be one of keep, host, free, got 'drop'", {"weights": "drop"}),
-        (TypeError, "calibrate must be a function of the model, got 3", {"calibrate": 3}),
         (TypeError, "include must be a pattern", {"include": 5}),
         (TypeError, "exclude must hold patterns", {"exclude": [5]}),
     ],
@@ -192,38 +191,6 @@ def test_a_rotation_must_be_worth_its_time() -> None:
     assert best(_0=0.052, _256=0.048) == 256
     assert best(_0=0.9, _256=0.8) == 0
     assert best(_0=0.01) == 0
-
-
-def test_calibration_decides_by_the_largest_error_of_all_its_calls(model: Model) -> None:
-    plain = torch.randn(1, 50, WIDTH)
-    spiky = plain.clone()
-    spiky[..., 0] = 1000.0
-    layer = model.blocks[0].attn["to_q"]
-    layer.weight.data[:, 0] = 0.0  # what is large does not count, what is left of the others does
-
-    def calibrate(given: nn.Module) -> None:
-        assert given is model
-        for each in (plain, spiky, plain):
-            layer(each)
-
-    patch = patch_linear_int8(model, include="blocks.*.attn.to_q", calibrate=calibrate)
-    assert states(patch) == {"blocks.0.attn.to_q": "refused", "blocks.1.attn.to_q": "waiting"}
-    patch.remove()
-    patch = patch_linear_int8(model, include="blocks.*.attn.to_q", calibrate=lambda model: layer(plain))
-    assert states(patch) == {"blocks.0.attn.to_q": "on", "blocks.1.attn.to_q": "waiting"}
-
-
-def test_an_error_during_calibration_leaves_the_model_as_it_was(model: Model, x: Tensor) -> None:
-    expected = model(x)
-
-    def calibrate(model: nn.Module) -> None:
-        model(x)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        patch_linear_int8(model, calibrate=calibrate)
-    assert torch.equal(model(x), expected)
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_gradients_reach_the_input_also_of_layers_measured_in_inference_mode(model: Model, x: Tensor) -> None:

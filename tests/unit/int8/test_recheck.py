@@ -153,14 +153,6 @@ def test_no_branch_of_a_step_is_left_out(branches: int) -> None:
             assert {count % branches for count in counts[start : start + some]} == set(range(branches)), (start, counts)
 
 
-@pytest.mark.parametrize("branches", [1, 2, 3])
-def test_an_image_of_20_steps_is_checked_wherever_it_begins(branches: int) -> None:
-    counts = checked(ErrorWatch(), 2000)
-    for start in range(1, 1900):
-        seen = {count % branches for count in counts if start <= count < start + 20 * branches}
-        assert seen == set(range(branches)), start
-
-
 def test_late_steps_are_checked_too() -> None:
     """One of the last five steps of a run is checked, and each of the first 18 in five runs."""
     watch, seen = ErrorWatch(), set()

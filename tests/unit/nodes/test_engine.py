@@ -46,7 +46,7 @@ def test_a_call_with_too_few_keys_or_queries_is_left_to_the_host() -> None:
 def test_shapes_that_do_not_fit_are_passed_with_the_reason() -> None:
     query, key, value = qkv()
     engine = make_engine()
-    assert engine.attend(Arguments(query, key[..., :4], value), place=runs.Place("double 3")) is None
+    assert engine.attend(Arguments(query, key[..., :4], value), block="double 3") is None
     (kind,) = engine.run.tallies
     assert (kind.block, kind.outcome) == ("double 3", "passed to ComfyUI")
     assert "4" in kind.why
@@ -55,7 +55,7 @@ def test_shapes_that_do_not_fit_are_passed_with_the_reason() -> None:
 def test_a_route_that_cannot_take_a_call_gives_way_and_is_named_once() -> None:
     engine, given = make_engine(route="fused"), qkv()
     for _ in range(3):
-        close(engine.attend(Arguments(*given), place=runs.Place("double 3")), given)
+        close(engine.attend(Arguments(*given), block="double 3"), given)
     (warning,) = engine.run.warnings
     assert "route fused cannot take every call (double 3: " in warning
     assert warning.endswith("these use auto")
@@ -80,7 +80,7 @@ def spoil_first_output(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_output_that_overflows_is_computed_again_and_the_block_named(monkeypatch, dtype: torch.dtype) -> None:
     spoil_first_output(monkeypatch)
     engine, given = make_engine(), qkv(dtype=dtype)
-    close(engine.attend(Arguments(*given), place=runs.Place("double 3")), given)
+    close(engine.attend(Arguments(*given), block="double 3"), given)
     assert sum(tally.repaired for tally in engine.run.tallies.values()) == 1
     (warning,) = engine.run.warnings
     assert warning.startswith("double 3: ")
@@ -96,7 +96,7 @@ def test_inputs_that_hold_nan_are_named_once_with_the_option_that_helps(part: st
     engine.part = part
     key[0, 0, 0, 0] = float("nan")
     for block in ("double 3", "double 4"):
-        assert engine.attend(Arguments(query, key, value), place=runs.Place(block)).isnan().any()
+        assert engine.attend(Arguments(query, key, value), block=block).isnan().any()
     (warning,) = engine.run.warnings
     assert warning.startswith("double 3: key already held NaN")
     assert OPTIONS[part] in warning
@@ -180,7 +180,7 @@ def test_threads_share_an_engine_without_losing_a_call() -> None:
 
 
 def attend(engine: Any, tokens: int = 64, **options: Any) -> None:
-    engine.attend(Arguments(*qkv(tokens), **options), place=runs.Place("double 0"))
+    engine.attend(Arguments(*qkv(tokens), **options), block="double 0")
 
 
 def test_a_run_is_over_when_its_outermost_sampling_is() -> None:
@@ -261,7 +261,7 @@ def test_why_the_kernels_are_left_off_stands_on_the_node_in_the_log_once_and_in_
         assert engine_module.left_off(replace(engine.settings.config, route="tiled")) == ""
         engine.begin()
         query = torch.zeros(1, 2, 2048, 64)
-        engine.attend(Arguments(query, query, query), place=runs.Place("block 0"))
+        engine.attend(Arguments(query, query, query), block="block 0")
         run = engine.end()
     why = "the fused kernel is left off: the kernels are not tried while less than 512 MiB are free, got 100"
     assert status == why

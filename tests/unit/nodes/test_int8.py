@@ -1,5 +1,6 @@
 """The node Pascal 8-Bit and what stands behind it, without ComfyUI; with it: tests/host/comfyui."""
 
+import functools
 import gc
 import importlib
 import itertools
@@ -29,25 +30,29 @@ def network() -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
+def settings(include: str = "", exclude: str = "", max_error: float = 0.05) -> Any:
+    return int8.Int8Settings(max_error, include, exclude, "host", "off")
+
+
 WITHOUT_TWO = (*range(1, 9), 10)
 
 
 @pytest.mark.parametrize(
     ("include", "exclude", "expected"),
     [
-        ((), (), {f"blocks.{i}.{part}" for i in range(11) for part in ("attn", "ff")}),
-        (("blocks.1",), (), {"blocks.1.attn", "blocks.1.ff"}),  # not blocks.10
-        (("*.1?.*",), (), {"blocks.10.attn", "blocks.10.ff"}),
-        (("ff", "time_embed"), ("blocks.0", "*.9.*"), {f"blocks.{i}.ff" for i in WITHOUT_TWO} | {"time_embed.0"}),
-        (("none",), (), set()),
-        (("diffusion_model.blocks.1",), (), {"blocks.1.attn", "blocks.1.ff"}),  # as in files and LoRAs
-        (("model.diffusion_model.*.10.*",), (), {"blocks.10.attn", "blocks.10.ff"}),
-        (("diffusion_model.blocks.0.ff.weight",), (), {"blocks.0.ff"}),
+        ("", "", {f"blocks.{i}.{part}" for i in range(11) for part in ("attn", "ff")}),
+        ("blocks.1", "", {"blocks.1.attn", "blocks.1.ff"}),  # not blocks.10
+        ("*.1?.*", "", {"blocks.10.attn", "blocks.10.ff"}),
+        ("ff, time_embed", "blocks.0; *.9.*", {f"blocks.{i}.ff" for i in WITHOUT_TWO} | {"time_embed.0"}),
+        ("none", "", set()),
+        ("diffusion_model.blocks.1", "", {"blocks.1.attn", "blocks.1.ff"}),  # as in files and LoRAs
+        ("model.diffusion_model.*.10.*", "", {"blocks.10.attn", "blocks.10.ff"}),
+        ("diffusion_model.blocks.0.ff.weight", "", {"blocks.0.ff"}),
     ],
 )
-def test_patterns_choose_blocks_and_layers(include: Any, exclude: Any, expected: set[str]) -> None:
+def test_patterns_choose_blocks_and_layers(include: str, exclude: str, expected: set[str]) -> None:
     model = network()
-    report = int8.binding_for(model, (0.05, include, exclude, "host", False)).report(model)
+    report = int8.binding_for(model, settings(include, exclude)).report(model)
     assert {line.name for line in report.of("waiting")} == expected
 
 
@@ -62,10 +67,10 @@ def test_a_pattern_that_no_layer_matches_is_named_before_the_run() -> None:
 
 
 def test_the_same_options_on_the_same_model_go_on_with_what_was_measured() -> None:
-    model, options = network(), (0.05, (), (), "host", False)
+    model, options = network(), settings()
     binding = int8.binding_for(model, options)
-    assert int8.binding_for(model, (0.05, (), (), "host", False)) is binding
-    assert int8.binding_for(model, (0.04, (), (), "host", False)) is not binding
+    assert int8.binding_for(model, settings()) is binding
+    assert int8.binding_for(model, settings(max_error=0.04)) is not binding
     assert int8.binding_for(network(), options) is not binding
     binding.attach(model)
     model["blocks"][0]["ff"](torch.randn(8, 64))
@@ -152,7 +157,7 @@ def test_a_copy_of_the_model_that_was_never_patched_itself_is_put_in_8_bits(laye
 def test_the_record_of_layers_in_float16_says_what_one_run_did(is_faster: bool, stub_host: StubHost) -> None:
     node, runs, model = node_module("attention_patch"), node_module("engine.runs"), network()
     patcher, x = Patcher.around(model), torch.randn(32, 64)
-    injection = node.Float16Layers(node.Float16Binding(), "ModuleDict", "float16 linear layers", "1")
+    injection = node.Float16Layers(node.Float16Binding(max_error=0.002), "ModuleDict", "float16 linear layers", "1")
     injection.binding.options.clock = lambda attempts, device: [2.0, 1.0] if is_faster else [1.0, 2.0]
     right = model["blocks"][0]["ff"](x)
     injection.inject(patcher)
@@ -196,7 +201,7 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
         before.append(kwargs.get("mask"))
         return func(*args, **kwargs)
 
-    override, mask = ATTENTION.make_override(layers, previous, "replace it"), torch.randn(90, 90)
+    override, mask = OVERRIDE.make_override(layers, layers.answer, previous, "replace it"), torch.randn(90, 90)
     exact = host_attention(*plain, 2)
 
     def model() -> list[Tensor]:
@@ -238,10 +243,10 @@ def test_a_mask_that_another_pack_adds_counts_in_every_order(order: tuple[str, .
                 return func(*args, **kwargs) if before is None else before(func, *args, **kwargs)
 
         elif name == "8-bit":
-            override = ATTENTION.make_override(layers, override)
+            override = OVERRIDE.make_override(layers, layers.answer, override)
         else:
-            behind = override is not None
-            override = OVERRIDE.make_override(engine, OVERRIDE.Scope(), override, runs_first=behind)
+            answer = functools.partial(OVERRIDE.by_engine, engine, OVERRIDE.Scope())
+            override = OVERRIDE.make_override(engine, answer, override)
     masked, plain = host_attention(query, key, value, 2, allowed), host_attention(query, key, value, 2)
     for _ in range(2):
         found = call_of(override, query, key, value)

@@ -23,7 +23,7 @@ def _helpers_of_its_own(stub_host: StubHost) -> Iterator[None]:
 def _attend(engine: Any, tokens: int = 300) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 4, tokens, 16, generator=generator) for _ in range(3))
-    return engine.attend(Arguments(query, key, value), place=node_module("engine.runs").Place("double 0"))
+    return engine.attend(Arguments(query, key, value), block="double 0")
 
 
 def test_calls_are_shared_and_the_report_says_what_each_did() -> None:

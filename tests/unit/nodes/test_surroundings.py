@@ -8,7 +8,6 @@ import pytest
 from attn_support.comfy.stub import node_module
 
 prompts, others = node_module("comfy.prompt"), node_module("comfy.others")
-objects, ffn = node_module("comfy.objects"), node_module("ffn_chunking")
 
 
 def graph(**kinds: tuple[str, dict[str, str]]) -> dict[str, Any]:
@@ -94,17 +93,3 @@ def test_another_patch_is_named_by_its_node_and_pack(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "nodes", registered)
     assert others.name_of(function) == "Patch Sage Attention KJ (ComfyUI-KJNodes)"
     assert others.name_of(named("anything", "comfy.model_patcher")) == "anything (ComfyUI)"
-
-
-def test_one_model_alone_is_asked_another_way_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate = node_module("comfy.memory_required")
-    model = SimpleNamespace(memory_required=None)
-    del model.memory_required
-    monkeypatch.setattr(estimate, "efficient", lambda model: lambda shape: 1)
-    with estimate.asked_efficiently(model):
-        assert model.memory_required([1]) == 1
-    assert not vars(model)
-
-    with pytest.raises(ZeroDivisionError):
-        estimate.batching(lambda model: model.memory_required([1]) / 0, model)
-    assert not vars(model)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from attn_support.comfy.stub import Patcher, StubHost, host_attention, make_engine, node_module, vae_attention
 from torch import Tensor, nn
 
-objects, attention, sites = map(node_module, ("comfy.objects", "patches.replacements", "comfy.sites"))
+objects, attention = map(node_module, ("comfy.objects", "patches.replacements"))
 Scope, OVERRIDE = node_module("patches.override").Scope, node_module("comfy.by_name").OVERRIDE
 pytestmark = pytest.mark.usefixtures("stub_host")
 
@@ -33,7 +33,7 @@ class Held(nn.Module):
 def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None:
     engine = make_engine(route="tiled")
     query, key, value = torch.randn(3, 2, 8, *positions).unbind()
-    ours = attention.channels_first(engine, Scope(), attention.Place("mid", "VAE"), vae_attention)
+    ours = attention.channels_first(engine, Scope(), "mid", vae_attention)
     torch.testing.assert_close(ours(query, key, value), vae_attention(query, key, value))
     shape = (2, 1, torch.Size(positions).numel(), 8)
     assert [(kind.block, kind.query) for kind in engine.run.tallies] == [("mid", shape)]
@@ -85,8 +85,8 @@ def test_calls_of_the_hosts_function_are_caught_within_a_whole_call_alone(host_f
         ours(x, transformer_options={OVERRIDE: lambda func, *args, **kwargs: 1 / 0})
     assert variable.cell_contents is host_attention, "it is as it was, after an error too"
     first, second, _ = node_module("engine.runs").remembered()
-    assert [(kind.block, kind.via) for kind in first.tallies] == [("layer", "by name"), ("call 2", "by name")]
-    assert [(kind.block, kind.via) for kind in second.tallies] == [("layer", "by name"), ("call 2", "SDPA")]
+    assert [kind.block for kind in first.tallies] == ["layer", "call 2"]
+    assert [kind.block for kind in second.tallies] == ["layer", "call 2"]
 
 
 def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:
@@ -110,8 +110,8 @@ class T5LayerSelfAttention(nn.Module):
 def test_the_modules_that_compute_attention_are_found() -> None:
     projections = nn.ModuleDict({"to_q": nn.Linear(8, 8), "to_k": nn.Linear(8, 8)})
     model = nn.ModuleDict({"held": Held(), "layer": T5LayerSelfAttention(), "named": projections, "plain": nn.ReLU()})
-    assert [name for name, module in model.named_modules() if sites.attributes(module)] == ["held"]
-    assert [name for name, module in model.named_modules() if sites.is_innermost(module)] == ["layer.inner", "named"]
+    assert [name for name, module in model.named_modules() if objects.attributes(module)] == ["held"]
+    assert [name for name, module in model.named_modules() if objects.is_innermost(module)] == ["layer.inner", "named"]
 
 
 @pytest.fixture

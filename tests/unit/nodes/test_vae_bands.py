@@ -54,7 +54,7 @@ def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[
     """Return the network's ``decode`` as the node replaces it, and the engine."""
     engine = make_engine(route="tiled")
     engine.part = "VAE"
-    network.attend = attention.channels_first(engine, scopes.Scope(), attention.Place("mid", "VAE"), vae_attention)
+    network.attend = attention.channels_first(engine, scopes.Scope(), "mid", vae_attention)
     return bands.InBands(engine, network, "decode", mode, estimate, network.decode), engine
 
 

@@ -29,11 +29,9 @@ from pascal_attn_core.machine.runtime import Runtime
 from tools.gpu import __main__ as command
 from tools.gpu import precompile, results
 from tools.gpu.__main__ import Run, conclude, main, run_parts
-from tools.gpu.parts import FAILED, FULL, PARTS, RIGHT, UNFINISHED, WRONG, Job, Outcome, Part
+from tools.gpu.parts import FAILED, FULL, RIGHT, UNFINISHED, WRONG, Job, Outcome, Part
 
-ROOT = Path(__file__).resolve().parents[3]
 CARD = "NVIDIA GeForce GTX 1080 Ti"
-BY_NAME = {part.name: part for part in PARTS}
 HANGS = """
 import subprocess, sys, time
 other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
@@ -189,107 +187,6 @@ def test_the_last_lines_name_what_was_wrong_and_the_files(tmp_path: Path, capsys
     assert conclude({"one": found["one"], "three": found["three"]}, run.folder) == 0
 
 
-def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--parts", "tests,swep"]) == 2
-    assert "got swep" in capsys.readouterr().err
-    assert main(["--seconds", "0"]) == 2
-
-
-def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
-    """Job of a part whose processes are this program."""
-    program_file = tmp_path / "program.py"
-    program_file.write_text("import json, sys\narguments = sys.argv[1:]\n" + program)
-    (tmp_path / "scratch").mkdir()
-    given = {"before": {}, "env": dict(os.environ), "end": time.monotonic() + 60.0, **changed}
-    return Job((sys.executable, "-S", str(program_file)), "cuda", FULL, scratch=tmp_path / "scratch", **given)
-
-
-_TESTS = """
-import os, sys, time, types
-import pytest
-
-pytestmark = pytest.mark.gpu
-PROCESS = os.getpid()
-
-def ran(name):
-    with open({log!r}, "a") as file:
-        file.write(name + "\\n")
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(2))
-def test_slow(number):
-    ran(f"slow {{number}}")
-
-{others}
-"""
-_PYTEST = (
-    "import pytest; sys.exit(pytest.main([{folder!r} if each == 'tests/gpu' else each for each in arguments[2:]]))"
-)
-_BAD = """
-def test_wrong():
-    ran("wrong"); assert 1 == 2
-
-def test_crash():
-    ran("crash"); os.abort()
-
-def test_hang():
-    ran("hang"); time.sleep(600)
-
-def _fault():
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-def test_fault():
-    ran("fault")
-    cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=_fault)
-    sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
-    _fault()
-
-@pytest.mark.parametrize("number", range(6))
-def test_card_is_there(number):
-    ran("right")
-    assert "torch" not in sys.modules
-"""
-
-
-def _tests_of(tmp_path: Path, others: str) -> tuple[Job, Callable[[], list[str]]]:
-    """The part on tests of its own: its job, for two processes; what has run since."""
-    log, folder = tmp_path / "log", tmp_path / "tests"
-    folder.mkdir()
-    (folder / "test_some.py").write_text(_TESTS.format(log=str(log), others=others))
-    (folder / "conftest.py").write_text("import tools.gpu.recorder\ntools.gpu.recorder._LIMIT = 3\n")
-    job = _job(tmp_path, _PYTEST.format(folder=str(folder)), env={**os.environ, "PYTHONPATH": str(ROOT)})
-    job = dataclasses.replace(job, python=tuple(word for word in job.python if word != "-S"), processes=2)
-
-    def ran() -> list[str]:
-        lines = log.read_text().splitlines() if log.exists() else []
-        log.unlink(missing_ok=True)
-        return lines
-
-    return dataclasses.replace(job, sizes={"name": ("own",), "tests": ("tests/gpu",)}), ran
-
-
-@posix_only
-def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(tmp_path, monkeypatch, capsys) -> None:
-    job, ran = _tests_of(tmp_path, _BAD)
-    said: dict[str, float] = {}
-    monkeypatch.setattr(command, "say", lambda name, text, seconds=None: said.update({text: time.monotonic()}))
-    run = runs(tmp_path / "out", seconds=120.0)._replace(python=job.python, sizes=job.sizes, env=job.env)
-    [content] = run_parts(run, [Part("tests", 1.0, ("tools/gpu/told.py",), BY_NAME["tests"].run, 1)]).values()
-    assert content["state"] == WRONG
-    assert content["summary"] == "8 passed, 4 failed"
-    *bad, last = said
-    assert last == "wrong: 8 passed, 4 failed"
-    messages = {line.partition("::")[2].partition(":")[0]: line for line in bad}
-    assert messages.keys() == {"test_wrong", "test_crash", "test_hang", "test_fault"}
-    assert "assert 1 == 2" in messages["test_wrong"]
-    assert "crashed while running" in messages["test_crash"]
-    assert "it hangs: ended after 3 s" in messages["test_hang"]
-    assert "CUDA error: an illegal memory access was encountered" in messages["test_fault"]
-    assert sorted(ran()) == sorted(["wrong", "crash", "hang", "fault", *6 * ["right"], "slow 0", "slow 1"])
-    times = {name: said[line] for name, line in messages.items()}
-    assert times["test_wrong"] < times["test_hang"] - 1 < said[last]
-
-
 SMALL = Variant("split", 32, "float16", "float")
 
 
@@ -315,10 +212,3 @@ def test_a_card_finds_what_was_compiled_without_it(tmp_path, monkeypatch, capsys
     assert _source_of((version[0], version[1] + 1)) != "disk cache"
     assert main(command) == 0
     assert capsys.readouterr().out.startswith("0 kernels to be compiled")
-
-
-def test_without_such_a_compiler_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["precompile", "--arch", "61", "--nvrtc", str(tmp_path / "libnvrtc.so")]) == 2
-    assert "libnvrtc.so: cannot open" in capsys.readouterr().err
-    assert main(["precompile", "--arch", "999"]) == 2
-    assert "NVRTC must compile for sm_999, got none that does" in capsys.readouterr().err

@@ -1,14 +1,12 @@
 """The page has what the model of a multiprocessor gives."""
 
 import math
-import struct
 from pathlib import Path
 
 import pytest
 from attn_support.randomness import some
 
-from tools.models import calls, sass, tensor_table
-from tools.models import tensor as model
+from tools.models import calls, tensor_table
 
 
 def test_the_page_has_the_table_that_the_model_gives() -> None:
@@ -42,24 +40,3 @@ def test_the_model_gives_what_a_card_measured(size: calls.Size) -> None:
     of_forward, of_both = UNEXPLAINED.get(size, (0.12, 0.12))
     assert least * (1 - of_forward) < modelled[0] < most * (1 + of_forward)
     assert math.isnan(both) or both * (1 - of_both) < modelled[1] < both * (1 + of_both)
-
-
-def test_causal_calls_keep_their_rate() -> None:
-    """As far as their order and what the diagonal wastes go: rounds of plain cores take what they may."""
-    for tokens, least in ((4096, 0.85), (2048, 0.7)):
-        rates = [calls.ratio(calls.Size(1, 32, 32, tokens, head_dim, True), calls.TITAN) for head_dim in (64, 128)]
-        assert min(min(both) for both in rates) > least
-
-
-def test_branches_of_hopper_are_read() -> None:
-    forward, backward = (0x0000000400780947, 0x000FEC0003800000), (0xFFFFFFFC00748947, 0x000FEA000383FFFF)
-    first, second = sass.volta(struct.pack("<4Q", *forward, *backward), 90)
-    assert (first.kind, first.target) == ("BRA", 0x10 + 0x5E0)
-    assert (second.kind, second.target, second.guarded) == ("BRA", 0x20 - 0x230, True)
-
-
-def test_machine_code_of_later_cards_is_refused() -> None:
-    header = bytearray(64)
-    header[0x30] = 100
-    with pytest.raises(ValueError, match="must be for sm_70 to sm_90, got sm_100"):
-        next(model.paths(bytes(header)))

