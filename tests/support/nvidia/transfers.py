@@ -149,10 +149,12 @@ def _cs2r(m: Warps, i: Instruction) -> None:
     m.put_wide(i.operands[0], m.special[i.operands[1].name][m.rows].astype(U64))
 
 
-@operation("LDC", options="64")
+@operation("LDC", options="U8 64")
 def _ldc(m: Warps, i: Instruction) -> None:
     d, source = i.operands
-    words = [m.constant(source, n) for n in range(2 if "64" in i.options else 1)]
+    words = [m.constant(source, n) for n in range(max(1, _size(i) // 4))]
+    if "U8" in i.options:
+        words[0] = words[0] >> U32(8 * (source.offset % 4)) & U32(0xFF)
     for n, word in enumerate(words):
         m.put(d.after(n), word)
 
