@@ -7,7 +7,7 @@ from where that is still there, else the one that its integers stand for. Writin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,15 +37,6 @@ class LowRank:
     def matrix(self) -> Tensor:
         """The matrix that it adds to the weight, float32 ``[N, K]``."""
         return self.up.float() @ self.down.float()
-
-
-def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> LowRank | None:
-    """Adapters ``(down [R, K], up [N, R], factor)`` on one layer as one; None = there is none."""
-    if not adapters:
-        return None
-    downs = [down.float() for down, _, _ in adapters]
-    ups = [up.float() * factor for _, up, factor in adapters]
-    return LowRank(torch.cat(downs), torch.cat(ups, dim=1))
 
 
 class InFloat:
