@@ -8,7 +8,7 @@ from typing import Any
 from ..pascal_attn_core.ffn.binding import FfnBinding
 from ..pascal_attn_core.ffn.report import FfnReport
 from ..pascal_attn_core.machine.device import MIB
-from ..pascal_attn_core.patching.hosts import CastingLayers, register
+from ..pascal_attn_core.patching.hosts import register
 from ..pascal_attn_core.patching.patch import OFF, ON, REFUSED, UNABLE, WAITING
 from .comfy import host, inputs
 from .engine.runs import Run
@@ -22,7 +22,7 @@ _CASTING_CODE = (
     "comfy.ops", "comfy.model_management", "comfy.memory_management", "comfy.pinned_memory", "comfy.quant_ops",
     "comfy_kitchen", "comfy_aimdo",
 )  # fmt: skip
-register(CastingLayers("comfy_cast_weights", _CASTING_CODE))
+register("comfy_cast_weights", _CASTING_CODE)
 
 
 class PascalFFNChunking(inputs.PascalNode):

@@ -11,11 +11,9 @@ import torch
 from ..pascal_attn_core.machine.device import MIB, device_info
 from .comfy import host as _host
 from .comfy import inputs
-from .estimate.figures import Figures, Subject
-from .estimate.inputs import Conditioning, Latent, prompts
-from .estimate.largest import axes_of, bisected, find_largest
+from .estimate.figures import Figures, Subject, axes_of, bisected, find_largest
 from .estimate.text import largest_text, need_text, text_of
-from .estimate.trace import AttentionShape, ModelCall, trace_model
+from .estimate.trace import AttentionShape, Conditioning, Latent, ModelCall, prompts, trace_model
 from .ffn_chunking import budget_from
 from .reporting.gain import SDPA
 

@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .attention import explain, sdpa, sdpa_backward, sdpa_with_lse
-from .attention_map import attention_map, saved_by_band
+from .attention_map import attention_map
 from .call import AttentionOutput
 from .call.lazy_mask import LazyMask, mask_rule
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
@@ -69,7 +69,6 @@ __all__ = [
     "patch_xformers",
     "record",
     "recommended_tile_size",
-    "saved_by_band",
     "sdpa",
     "sdpa_backward",
     "sdpa_with_lse",

@@ -1,21 +1,21 @@
-"""Attention for inspection: the softmax rows of chosen queries, and what a causal rule or window saves."""
+"""Attention for inspection: the softmax rows of chosen queries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .call import Arguments, AttentionCall, check_call, prepared, without_autocast
 from .call.lazy_mask import LazyMask
-from .plots import checked_band, plot_rows
+from .plots import plot_rows
 from .routes.math import probabilities
 from .tiled.masks import Band
 
-__all__ = ["AttentionMap", "Saved", "attention_map", "saved_by_band"]
+__all__ = ["AttentionMap", "attention_map"]
 
 
 def attention_map(
@@ -121,56 +121,3 @@ def _band_rows(call: AttentionCall, rows: Tensor) -> Tensor | None:
     if call.right is not None:
         allowed &= distance <= call.right
     return allowed
-
-
-# ---- what a rule saves ---------------------------------------------------------------------------------------------
-
-
-class Saved(NamedTuple):
-    """Shares from 0 to 1 of the work on L * S scores.
-
-    scores: those that the rule forbids; tiles: tiles of which it forbids every score, so that they are skipped.
-    """
-
-    scores: float
-    tiles: float
-
-
-def saved_by_band(
-    seq_len_q: int,
-    seq_len_kv: int,
-    *,
-    is_causal: bool = False,
-    alignment: str = "upper_left",
-    window: tuple[int, int] | None = None,
-    q_block: int = 128,
-    kv_block: int = 128,
-) -> Saved:
-    """How much of the work a causal rule or sliding window saves, by arithmetic alone.
-
-    >>> saved_by_band(4096, 4096, is_causal=True)
-    Saved(scores=0.4998779296875, tiles=0.484375)
-
-    Args:
-        is_causal, alignment, window: as in :func:`pascal_attn_core.sdpa`.
-        q_block, kv_block: tokens of a tile; the causal diagonal runs through tiles that cannot be skipped.
-    Raises:
-        TypeError, ValueError: an invalid size, or a rule that :func:`pascal_attn_core.sdpa` refuses.
-    """
-    rule: dict[str, Any] = {"is_causal": is_causal, "alignment": alignment, "window": window}
-    band = checked_band(seq_len_q, seq_len_kv, None, q_block, kv_block, **rule)
-    total = seq_len_q * seq_len_kv
-    if not total:
-        return Saved(0.0, 0.0)
-    ranges = (band.key_range(query, query + 1, seq_len_kv) for query in range(seq_len_q))
-    visible, visited = sum(max(0, last - first) for first, last in ranges), 0
-    for q0 in range(0, seq_len_q, q_block):
-        first, last = band.key_range(q0, min(q0 + q_block, seq_len_q), seq_len_kv)
-        if last > first:
-            visited += (last - 1) // kv_block - first // kv_block + 1
-    tiles = -(-seq_len_q // q_block) * -(-seq_len_kv // kv_block)
-    return Saved(1 - visible / total, 1 - visited / tiles)
-
-
-# `pascal_attn_core.attention_map` is the function, which shadows this module: give it the module's names.
-vars(attention_map).update({name: globals()[name] for name in __all__})

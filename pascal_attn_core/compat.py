@@ -19,7 +19,6 @@ from .config import default_config
 from .machine.device import MIB, device_info
 from .patching.patch import Patch
 from .patching.stand_in import Installer, StandIn
-from .tiled.tiles import recommended_tile_size_for
 
 __all__ = ["TiledAttention", "device_l2_mb", "install_as_pascal_attn", "recommended_tile_size", "tiled_attention"]
 
@@ -60,9 +59,12 @@ def recommended_tile_size(device: torch.device | str | int | None = None) -> int
 
     Args:
         device: a CUDA device, its name or index; None = the current CUDA device. Without CUDA, or for a device whose
-            L2 is unknown, the answer is 256.
+            L2 is unknown, the answer is 256. The tiles of the route ``tiled`` are not chosen by it.
     """
-    return recommended_tile_size_for(_l2_bytes(device))
+    l2_bytes = _l2_bytes(device)
+    if 0 < l2_bytes <= 4 * MIB:
+        return 64
+    return 128 if 0 < l2_bytes <= 12 * MIB else 256
 
 
 def device_l2_mb(device: torch.device | str | int | None = None) -> float:

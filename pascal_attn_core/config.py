@@ -95,10 +95,6 @@ class AttentionConfig:
         parts = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in changed)
         object.__setattr__(self, "token", ";".join(parts))
 
-    def in_fixed_order(self) -> AttentionConfig:
-        """The config whose gradients are the same bits in every run, as far as ours compute them."""
-        return dataclasses.replace(self, atomic_gradients=False) if self.atomic_gradients else self
-
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_token(token: str) -> AttentionConfig:

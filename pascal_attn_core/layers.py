@@ -16,10 +16,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import sdpa
-from .attention_map import attention_map, saved_by_band
+from .attention_map import attention_map
 from .call import accumulate_dtype, check_call
 from .config import AttentionConfig, check_number, config_of
 from .machine.runtime import runtime_of
+from .plots import checked_band
 from .tiled.plan import plan_call
 
 __all__ = [
@@ -123,11 +124,14 @@ class SelfAttention(nn.Module):
 
     def get_causal_efficiency(self, seq_len: int, block_size: int = 64) -> dict[str, Any]:
         """Tiles of ``block_size`` tokens that the causal rule or the window leaves out, by arithmetic."""
-        saved = saved_by_band(seq_len, seq_len, **self._band(), q_block=block_size, kv_block=block_size).tiles
-        total = (-(-seq_len // block_size)) ** 2
-        computed = total - round(saved * total)
+        band = checked_band(seq_len, seq_len, None, block_size, block_size, **self._band())
+        starts = range(0, seq_len, block_size)
+        seen = (band.key_range(start, min(start + block_size, seq_len), seq_len) for start in starts)
+        computed = sum(-(-last // block_size) - first // block_size for first, last in seen if first < last)
+        total = len(starts) ** 2
         blocks = {"total_blocks": total, "computed_blocks": computed, "skipped_blocks": total - computed}
-        return blocks | {"compute_savings_percent": 100 * saved, "sequence_length": seq_len, "block_size": block_size}
+        percent = 100 * (total - computed) / max(1, total)
+        return blocks | {"compute_savings_percent": percent, "sequence_length": seq_len, "block_size": block_size}
 
     def get_memory_usage(self, batch_size: int, seq_len: int) -> dict[str, Any]:
         """The memory of a forward pass on the layer's device in its dtype, calculated, in units of 10^6 bytes.

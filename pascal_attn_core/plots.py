@@ -105,7 +105,7 @@ def tile_states(
 
     Args:
         attn_mask: bool ``[L, S]`` (True = takes part), or what broadcasts to it; a float mask forbids where it is -inf.
-        rule: ``is_causal``, ``alignment`` and ``window`` as in :func:`pascal_attn_core.saved_by_band`.
+        rule: ``is_causal``, ``alignment`` and ``window`` as in :func:`pascal_attn_core.sdpa`.
     Raises:
         TypeError, ValueError: invalid or inconsistent arguments.
     """

@@ -238,7 +238,7 @@ def compare(row: Row, network: Any, dtype: torch.dtype, *, casts: bool, budget_m
         return
     signs = torch.sign(torch.randn(row.shape, generator=generator)).to(dtype)
     others.append(call(network, given * (1 + torch.finfo(dtype).eps / 2 * signs)))
-    with patch_vae(network, budget_mib=budget_mib, methods=(row.method,)) as patch:
+    with patch_vae(network, budget_mib=budget_mib) as patch:
         call(network, given)  # the proof, so that it is not measured
         bands = measure(lambda: call(network, given))
         state = patch.report().calls[-1]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..reporting.words import plural, size_text
-from .figures import Figures, Subject
-from .largest import WAYS, Axis, Fit
+from .figures import WAYS, Axis, Figures, Fit, Subject
 from .trace import AttentionShape, FfnShape
 
 _COUNTED = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,8 +18,8 @@ from ...pascal_attn_core.observe.memory import is_uncounted, uncounted
 from ...pascal_attn_core.observe.without_data import WithoutData
 from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..reporting.words import dtype_text
-from .inputs import Latent, arguments
 
+Conditioning = list[Any]  # ComfyUI's: [[tensor [B, T, C], {"pooled_output": ...}], ...]
 _SMALL_BYTES = 1 << 20  # constants up to this size keep their values: schedules, position tables
 _LEFT_OUT = ("forward", "_v", "_v_weight", "_v_bias", "_v_signature", "_prefetch")  # others' patches; host's buffers
 _CASTS = "comfy_cast_weights"
@@ -190,6 +191,68 @@ class Shadow:
         with self.mode:
             empty = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         return nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+
+
+# ---- as ComfyUI's sampler calls a model ----
+
+
+@dataclass(frozen=True)
+class Latent:
+    """A latent as the sampler packs it.
+
+    Attributes:
+        samples: ``[B, C, ...]``; of several streams (video and sound) one packed tensor.
+        shapes: of each stream.
+    """
+
+    samples: Tensor
+    shapes: list[Any]
+
+    @staticmethod
+    def of(patcher: Any, latent: dict[str, Any]) -> Latent:
+        """A LATENT, with the channels and dimensions that the model wants."""
+        import comfy.sample
+        import comfy.utils
+
+        samples = latent["samples"]
+        ratios = (latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal"))
+        try:
+            samples = comfy.sample.fix_empty_latent_channels(patcher, samples, *ratios)
+        except TypeError:  # up to ComfyUI 0.8
+            samples = comfy.sample.fix_empty_latent_channels(patcher, samples)
+        if getattr(samples, "is_nested", False):
+            packed, shapes = comfy.utils.pack_latents(samples.unbind())
+            return Latent(packed.float().cpu(), shapes)
+        return Latent(samples.float().cpu(), [samples.shape])
+
+
+def prompts(conditioning: Conditioning) -> list[dict[str, Any]]:
+    """The conditioning on the CPU in the form that the model's ``extra_conds`` takes; without ControlNets and hooks."""
+    import comfy.sampler_helpers
+
+    left_out = ("control", "hooks", "gligen", "area", "mask")
+    return [
+        {
+            name: value.cpu() if isinstance(value, Tensor) else value
+            for name, value in cond.items()
+            if name not in left_out
+        }
+        for cond in comfy.sampler_helpers.convert_cond(conditioning)
+    ]
+
+
+def arguments(model: nn.Module, latent: Latent, cond: dict[str, Any], copies: int) -> tuple[Tensor, Tensor, dict]:
+    """x, sigma and the keyword arguments of ``apply_model`` for ``copies`` prompts in one batch."""
+    import comfy.samplers
+
+    x, cpu = latent.samples, torch.device("cpu")
+    options = {"latent_image": x, "denoise_mask": None, "seed": 0, "latent_shapes": latent.shapes}
+    # the sampler hands all of this on to the model by name
+    conds = comfy.samplers.encode_model_conds(model.extra_conds, [cond], x, cpu, "positive", **options)
+    sigma = torch.full((x.shape[0],), float(model.model_sampling.sigma_max))  # type: ignore[union-attr, arg-type]
+    part = comfy.samplers.get_area_and_mult({**conds[0], "uuid": 0}, x, sigma)
+    given = comfy.samplers.cond_cat([part.conditioning] * copies)
+    return torch.cat([x] * copies), torch.cat([sigma] * copies), given
 
 
 def _by_sdpa(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:

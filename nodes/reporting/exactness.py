@@ -24,13 +24,12 @@ class Exactness(NamedTuple):
     """How far a run's answers were from the right ones.
 
     Attributes:
-        is_exact: whether all errors are those of rounding. NaN is not, where the right answer is a number.
-        is_known: whether there was a right answer: there is none where query, key or value held NaN.
+        is_exact: whether all errors are those of rounding. NaN is not, where the right answer is a number. None: there
+            is no right answer, since query, key or value held NaN.
         text: the verdict, the error beside that of plain attention, and where.
     """
 
-    is_exact: bool
-    is_known: bool
+    is_exact: bool | None
     text: str
 
 
@@ -50,8 +49,9 @@ def exactness_of(sample: Sample, host: Sequence[Difference] = ()) -> Exactness:
     known = torch.isfinite(right).all(dim=-1)
     ours, theirs = (gap(rows[known], right[known]) for rows in (sample.out, plain))
     limit, rows, where = exact_limit(theirs, dtype), int(known.sum()), kind.block or "unnamed"
-    is_close = not rows or ours.error <= limit
-    is_exact = is_close and all(found.is_rounding for found in host)
+    is_close = ours.error <= limit if rows else None
+    is_exact = is_close if all(found.is_rounding for found in host) else False
+    verdict = {True: "exact within rounding", False: "NOT EXACT", None: "exactness could not be checked"}[is_exact]
     if rows:
         rounding = "" if is_close else f" (rounding explains at most {limit:.2g})"
         beside = f"plain {kind.dtype} attention: {theirs.error:.2g}; values up to {theirs.largest:.2g}"
@@ -59,8 +59,7 @@ def exactness_of(sample: Sample, host: Sequence[Difference] = ()) -> Exactness:
         found += f"call: {where}, route {kind.route}, {shape_text(kind)}"
     else:
         found = f": query, key or value held NaN or infinity before attention ({where})"
-    verdict = "exact within rounding" if rows else "exactness could not be checked"
-    return Exactness(is_exact, rows > 0, f"{verdict if is_exact else 'NOT EXACT'}{found}{_host_text(host)}")
+    return Exactness(is_exact, f"{verdict}{found}{_host_text(host)}")
 
 
 def _host_text(host: Sequence[Difference]) -> str:

@@ -49,7 +49,7 @@ class Shown(NamedTuple):
         run, found = self.run, []
         if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
             found.append("no attention call reached the patch")
-        if run.exactness is not None and not run.exactness.is_exact:
+        if run.exactness is not None and run.exactness.is_exact is False:
             found.append(run.exactness.text)
         return found
 

@@ -100,8 +100,8 @@ def _rows(shown: Shown) -> Iterator[Row]:
     if repaired := run.total("repaired"):
         yield Row("repaired", f"{plural(repaired, 'output')} not finite, recomputed in float32", "caution")
     if run.exactness is not None:
-        is_exact, is_known, text = run.exactness
-        yield Row("exactness", text, "bad" if not is_exact else "good" if is_known else "caution")
+        is_exact, text = run.exactness
+        yield Row("exactness", text, {True: "good", False: "bad", None: "caution"}[is_exact])
     for text in run.warnings:
         yield Row("WARNING", text, "bad")
     for text in run.notes:

@@ -215,11 +215,6 @@ class AttentionCall:
         """Whether ``is_causal`` or a window bounds the keys of a query."""
         return self.left is not None or self.right is not None
 
-    @cached_property
-    def plain_causal(self) -> bool:
-        """``is_causal`` exactly as torch's own flag means it, and no window beside it."""
-        return self.is_causal and self.left is None and self.right == 0 and self.offset == 0
-
     def without_tensors(self) -> AttentionCall:
         """The sizes alone, to be kept while the tensors are saved elsewhere."""
         return self.with_tensors(None, None, None, None)  # type: ignore[arg-type]
@@ -337,7 +332,8 @@ def _wanted_gradients(
     """Whether gradients will be wanted, as fields of :class:`AttentionCall`."""
     order = max(1, order_of_transforms())
     if order > 1 and not torch._C._are_functorch_transforms_active():
-        order = 2 if any(map(_has_tangent, (query, key, value, attn_mask, sinks))) else 1
+        given = (t for t in (query, key, value, attn_mask, sinks) if isinstance(t, Tensor))
+        order = 2 if any(forward_ad.unpack_dual(t).tangent is not None for t in given) else 1
     if not torch.is_grad_enabled():
         return {"needs_grad": False, "needs_mask_grad": False, "order": order}
     of_mask = attn_mask is not None and attn_mask.requires_grad
@@ -364,10 +360,6 @@ def order_of_transforms() -> int:
 # As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
 # A graph is guarded by the transforms around it.
 order_of_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _has_tangent(tensor: Tensor | LazyMask | None) -> bool:
-    return isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _number(name: str, value: Any) -> float:

@@ -12,7 +12,7 @@ with the property ``attn_processors`` to the models that have none in diffusers.
 diffusers' attention modules, so that a ``PascalAttnProcessor`` runs the processor that it is set over and stays around
 processors set later, and ``set_attention_backend``, which then warns if a ``PascalAttnProcessor`` is in force. Modules
 on which no ``PascalAttnProcessor`` is set behave as before. :func:`install` returns the Patch of this, whose
-``remove()`` reverts all of it, as does :func:`uninstall`.
+``remove()`` reverts all of it.
 
 diffusers also has attention backends, chosen by name from a fixed list. There is no public way to add one, so this
 module does not.
@@ -39,7 +39,7 @@ from .processors import RedirectedProcessor, redirect_processor
 from .redirect import SdpaRedirect, redirects_of
 from .sites import computes_attention, counted, left_alone, models_of, processor_of, sites_of
 
-__all__ = ["PascalAttnProcessor", "install", "patch_attention", "patch_pipeline", "uninstall"]
+__all__ = ["PascalAttnProcessor", "install", "patch_attention", "patch_pipeline"]
 
 if TYPE_CHECKING:
     from .pipeline import WholePatch
@@ -65,7 +65,7 @@ class PascalAttnProcessor(RedirectedProcessor):
     ``load_ip_adapter`` and the like, is wrapped: its own code runs, with our attention inside. Attention modules that
     are added to the model later have none; set it again. Three things take it off: setting ``None``, which restores
     the processor that it runs; setting that same object, saved from ``model.attn_processors`` earlier; and
-    :func:`uninstall`.
+    ``install().remove()``.
 
     Args:
         config: how to compute; None = the default.
@@ -163,20 +163,14 @@ _installation: Patch | None = None
 
 def install() -> Patch:
     """Apply the changes to diffusers' classes, until ``remove()`` of the Patch; importing this module does it. A second
-    call returns the same Patch."""
+    call returns the same Patch. Its ``remove()`` also takes every PascalAttnProcessor off the modules that it is on;
+    another Patch stays, but attention added to its models afterwards is not redirected."""
     global _installation
     if _installation is None or not _installation.active:
         with PatchGroup("classes of diffusers") as group:
             _install(group)
         _installation = group.patch()
     return _installation
-
-
-def uninstall() -> None:
-    """Revert every change to diffusers' classes, and take every PascalAttnProcessor off the modules that it is set on.
-    A Patch stays until its ``.remove()``, but attention added to its models afterwards is not redirected."""
-    if _installation is not None:
-        _installation.remove()
 
 
 def _install(group: PatchGroup) -> None:
@@ -324,7 +318,7 @@ def _effective(module: nn.Module, processor: Any) -> tuple[Any, SdpaRedirect | N
         if redirect is not None and computes_attention(processor) and processors.can_be_derived(processor):
             return _around(processor, redirect), redirect
         return processor, redirect  # where there is a redirect, the module's serves it
-    if redirect is not None and processor._original is None and processors.is_redirected_class(type(processor)):
+    if redirect is not None and processor._original is None and hasattr(type(processor), "_shown"):
         return current, redirect  # made by diffusers of the class that it found: load_ip_adapter, on self-attention
     _warn_if_sdpa_is_replaced()
     processor = _bound(processor, module)

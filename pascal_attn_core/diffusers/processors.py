@@ -70,11 +70,6 @@ def can_be_derived(processor: Any) -> bool:
     return hasattr(processor, "__dict__") and not callable(getattr(type(processor), "__get__", None))
 
 
-def is_redirected_class(cls: type) -> bool:
-    """Whether :func:`redirect_processor` made this class."""
-    return hasattr(cls, "_shown")
-
-
 def name_of(cls: type) -> dict[str, str]:
     """Members that give a class made at run time the name of ``cls``."""
     return {"__module__": cls.__module__, "__qualname__": cls.__qualname__}

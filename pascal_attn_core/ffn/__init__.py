@@ -34,7 +34,6 @@ def patch_ffn(
     min_seq: int | None = None,
     include: Any = None,
     exclude: Any = None,
-    checkpoint: bool = True,
     verbose: bool = False,
 ) -> FfnPatch:
     """Run the feed-forward modules of ``model`` over slices of their tokens, dimension -2 of ``[..., T, C]``.
@@ -44,7 +43,7 @@ def patch_ffn(
             their modules begin with that of the component (``"transformer_2.blocks.0.ffn"``).
         budget_mib: largest extra memory of one call in MiB, besides its input and output; None = a quarter of a GPU's
             free memory, or 64 if that is more. The fewest slices that stay within it are used; a call that fits runs
-            whole.
+            whole. Where gradients are needed, each slice is recomputed in the backward pass.
         chunk_tokens: maximum number of tokens per slice, instead of a budget.
         num_chunks: number of slices, instead of a budget; None or 0 = ``PASCAL_ATTN_FFN_CHUNKS`` in the environment, or
             the budget if that is not set.
@@ -53,8 +52,6 @@ def patch_ffn(
         include: exactly these modules instead of those recognised: a shell pattern for the qualified name
             (``"blocks.*.ffn"``), a class, a predicate ``(name, module) -> bool``, or several of them.
         exclude: modules that stay whole, given in the same way.
-        checkpoint: where gradients are needed, each slice is recomputed in the backward pass, which costs about a third
-            of the module's time; otherwise the wide tensors of all slices would be kept. False = such calls run whole.
         verbose: print which modules were found; ``report()`` lists the same, and later how each of them runs.
     Returns:
         A Patch with ``num_wrapped`` and ``report()``. Patches may be removed in any order; if there are several, the
@@ -76,7 +73,6 @@ def patch_ffn(
         chunk_tokens=chunk_tokens,
         num_chunks=num_chunks or None,
         min_tokens=min_tokens if min_seq is None else min_seq,
-        checkpoint=checkpoint,
     )
     patch = require_sites(FfnPatch(type(target).__name__, model, binding))
     if verbose:

@@ -94,8 +94,6 @@ class SlicedForward(ReplacedForward):
         wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*leaves, *self.module.parameters()))
         if x.shape[-2] < 4 or not x.numel():
             return Slicing((), "too few tokens for two slices"), whole()
-        if wants_grad and not settings.checkpoint:
-            return Slicing((), "gradients are needed and checkpoint=False"), whole()
         try:
             layers, graph = list(brought_layers(self.module)), Graph(args, kwargs)
             out = self._noted(graph, [] if wants_grad else layers)

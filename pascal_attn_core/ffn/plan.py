@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import check_bools, check_number
+from ..config import check_number
 from ..machine.device import MIB
 from ..machine.room import room_of
 
@@ -30,7 +30,6 @@ class FfnSettings:
     chunk_tokens: int | None = None
     num_chunks: int | None = None
     min_tokens: int = 256
-    checkpoint: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("num_chunks", 1), ("min_tokens", 2)):
@@ -38,7 +37,6 @@ class FfnSettings:
                 check_number(name, getattr(self, name), int, least)
         if self.budget_mib is not None:
             check_number("budget_mib", self.budget_mib, float, 0, above=True)
-        check_bools(self, "checkpoint")
 
     def bytes_on(self, device: torch.device, wants_grad: bool) -> float:
         """Return the bytes that a call on this device may take: the budget, or without one the memory that is free.

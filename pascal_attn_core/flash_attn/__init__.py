@@ -138,7 +138,7 @@ def flash_attn_varlen_func(
         ``[total_q, Hq, Dv]``; zero after the last sequence.
     """
     options = flash_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    refuse(block_table=block_table)
+    refuse("block_table", block_table, None)
     return _answer(*varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs))
 
 

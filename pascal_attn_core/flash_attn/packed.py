@@ -11,8 +11,8 @@ from ..call import PLAIN, Arguments, AttentionCall, check_call, prepared
 from ..config import AttentionConfig, RouteUnavailable
 from ..fused.launch.plan import Packed, Plan
 from ..routes import fused, tensor
-from ..routes.route import Request
-from ..routes.run import route_named, run_packed
+from ..routes.route import Choice, Request
+from ..routes.run import by, note, route_named, with_remark
 from ..routes.torch_kernel import is_torchs_alone
 from .options import FlashOptions
 
@@ -48,10 +48,12 @@ def packed_attend(
     if isinstance(plan, list) or (config.route == "auto" and fused.why_untried(call, plan)):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"
+    choice = with_remark(Choice(route_named(route), why, plan))
     try:
-        out, lse = run_packed(call, config, plan, with_lse=with_lse, route=route, why=why)
+        out, lse, *_ = by(choice, call, config, with_lse=with_lse, stats=None)
     except RouteUnavailable:
         return None
+    note(call, choice, None)
     # squeeze, not [0], whose gradient is a copy
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0) if with_lse and lse is not None else None
 

@@ -43,7 +43,7 @@ def called_as(
                 signature.bind(*args, **kwargs)  # raises the TypeError of an ordinary call
             for name, default in refusing:
                 if given[name] is not default:
-                    _refuse(name, given[name], default)
+                    refuse(name, given[name], default)
             return function(**{ours: given[name] for name, ours in passed})
 
         call.__signature__ = signature  # type: ignore[attr-defined]
@@ -75,13 +75,8 @@ def _parameters(text: str) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(name, kind, default=ast.literal_eval(default) if default else _EMPTY)
 
 
-def refuse(**given: Any) -> None:
-    """Raises a NotImplementedError if one of the arguments, none of which is supported, is not None."""
-    for name, value in given.items():
-        _refuse(name, value, None)
-
-
-def _refuse(name: str, value: Any, default: Any) -> None:
+def refuse(name: str, value: Any, default: Any) -> None:
+    """Raises a NotImplementedError if an argument that is not supported is neither None nor its default."""
     if isinstance(value, Tensor):
         raise NotImplementedError(f"{name} is not supported by Pascal Attention; got a tensor {list(value.shape)}")
     if value is not None and value != default:

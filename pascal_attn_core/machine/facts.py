@@ -244,7 +244,8 @@ def device_lines(machine: Machine, number: int) -> list[str]:
         return [line("device", f"CPU, {info.num_sms} cores{cache}")]
     units = {"hip": "compute units", "xpu": "Xe cores", "mps": "cores"}.get(info.kind, "SMs")
     units = "pairs of compute units" if info.is_rdna else units
-    lines = [line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
+    torch_kind = "cuda" if info.kind == "hip" else info.kind
+    lines = [line("device", f"{info.name} ({torch_kind}:{number}), {info.arch or info.kind}")]
     facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
     facts += [f"{info.num_sms} {units}"] if info.kind != "mps" or info.num_sms > 1 else []  # older torch
     facts += [f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
@@ -263,10 +264,6 @@ def device_lines(machine: Machine, number: int) -> list[str]:
     if info.kind in _SPARED:
         lines += [line("gets", _GETS), line("", _SPARED[info.kind])]
     return lines
-
-
-def _torch_name(info: DeviceInfo, number: int) -> str:
-    return f"cuda:{number}" if info.kind in ("cuda", "hip") else f"{info.kind}:{number}"
 
 
 def line(label: str, text: str) -> str:

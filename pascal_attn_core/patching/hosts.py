@@ -9,7 +9,6 @@ them with :func:`register`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,32 +16,24 @@ from torch import nn
 Slot = tuple[dict[str, Any], str]
 
 
-@dataclass(frozen=True)
-class CastingLayers:
-    """Layers that fetch, cast and patch their weights inside ``forward``. What they keep between calls is their own
-    business."""
-
-    name: str  # the attribute by which they are recognised
-    modules: tuple[str, ...] = ()  # the Python modules whose code does that, also when it is called from elsewhere
+_casting: dict[str, tuple[str, ...]] = {}
 
 
-_casting: tuple[CastingLayers, ...] = ()
-
-
-def register(layers: CastingLayers) -> None:
-    """Let every patch of a ``forward`` recognise a host's layers; equal registrations count once."""
-    global _casting
-    _casting = (*(other for other in _casting if other != layers), layers)
+def register(attribute: str, modules: tuple[str, ...]) -> None:
+    """Let every patch of a ``forward`` recognise a host's layers that fetch, cast and patch their weights inside it: by
+    an attribute, and by the Python modules whose code does that, also when it is called from elsewhere. What they keep
+    between calls is their own business."""
+    _casting[attribute] = modules
 
 
 def casts_weights(module: nn.Module) -> bool:
     """Whether the layer brings its weights to the input's device and dtype in each call."""
-    return any(hasattr(module, layers.name) for layers in _casting)
+    return any(hasattr(module, attribute) for attribute in _casting)
 
 
 def is_hosts(module: str) -> bool:
     """Whether the code of a Python module of this name brings weights."""
-    return any(f"{module}.".startswith(f"{name}.") for layers in _casting for name in layers.modules)
+    return any(f"{module}.".startswith(f"{name}.") for names in _casting.values() for name in names)
 
 
 def forward_slots(module: nn.Module) -> Iterator[Slot]:

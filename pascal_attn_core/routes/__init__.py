@@ -5,21 +5,7 @@ A route is an object (:mod:`.route`); :mod:`.run` holds the ordered list of them
 
 from __future__ import annotations
 
-from ..config import RouteUnavailable
-from .route import Choice, Request, Route
-from .run import ROUTES, TORCH, choose, route_named, route_names, why_not
-from .short import is_short
+from .route import Choice
+from .run import choose, route_named, route_names, why_not
 
-__all__ = [
-    "ROUTES",
-    "TORCH",
-    "Choice",
-    "Request",
-    "Route",
-    "RouteUnavailable",
-    "choose",
-    "is_short",
-    "route_named",
-    "route_names",
-    "why_not",
-]
+__all__ = ["Choice", "choose", "route_named", "route_names", "why_not"]

@@ -33,9 +33,9 @@ from ..call.lazy_mask import LazyMask, MaskRule, rule_named
 from ..config import AttentionConfig, RouteUnavailable, config_of, default_config
 from ..machine.runtime import Runtime, runtime_of
 from ..version import __version__
-from . import Choice, Request, Route, choose
 from .derivatives import is_recorded
-from .run import note, run
+from .route import Choice, Request, Route
+from .run import choose, note, run
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
 _OPTIONS = (

@@ -34,7 +34,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, without_autocast
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
@@ -114,15 +113,15 @@ def choose(
         plan = route.plan(request) if route.is_differentiable or call.order < 3 else [BEYOND_SECONDS]
         if isinstance(plan, list):
             raise UnsupportedAttention(config.route, plan)
-        return _with_remark(Choice(route, "asked for by name", plan))
+        return with_remark(Choice(route, "asked for by name", plan))
     for route in ROUTES:
         choice = route.claim(request) if route.is_differentiable or call.order < 3 else None
         if choice is not None:
-            return _with_remark(choice)
+            return with_remark(choice)
     raise UnsupportedAttention("auto", [reason for name in ("torch", "tiled") for reason in _reasons(request, name)])
 
 
-def _with_remark(choice: Choice) -> Choice:
+def with_remark(choice: Choice) -> Choice:
     """The choice with the plan's remark about the kernels added to its sentence."""
     if isinstance(choice.plan, Plan) and choice.plan.remark:
         return replace(choice, why=f"{choice.why}; {choice.plan.remark}")
@@ -152,7 +151,7 @@ def run(
     while True:
         taken = choose(call, config, with_lse=with_lse, may_time=may_time) if choice is None else choice
         try:
-            result = _by(taken, call, config, with_lse=with_lse, stats=stats)
+            result = by(taken, call, config, with_lse=with_lse, stats=stats)
         except RouteUnavailable:  # its plan names the reason from now on
             choice = None
         else:
@@ -162,9 +161,10 @@ def run(
             return result
 
 
-def _by(
+def by(
     choice: Choice, call: AttentionCall, config: AttentionConfig, *, with_lse: bool, stats: TiledStats | None
 ) -> Results:
+    """The results of a call by the route that was chosen. RouteUnavailable: nothing has been computed."""
     route = choice.by
     with without_autocast(call.query):
         if not route.is_differentiable and (
@@ -172,33 +172,6 @@ def _by(
         ):
             return route.with_gradients(call, config, choice.plan, stats=stats)
         return route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
-
-
-def run_packed(
-    call: AttentionCall,
-    config: AttentionConfig,
-    plan: Plan,
-    *,
-    with_lse: bool,
-    why: str,
-    route: str = "fused",
-) -> tuple[Tensor, Tensor | None]:
-    """A checked call whose tokens are those of many sequences, in one launch of the fused kernel. Reports count it as
-    one call.
-
-    Args:
-        call: query ``[1, Hq, total_q, D]``, key ``[1, Hkv, total_k, D]``, value ``[1, Hkv, total_k, Dv]``, no mask;
-            aligned ``upper_left``: ``plan.packed`` holds where each sequence's diagonal lies.
-        plan: by :func:`.fused.find_plan`, for the route of that name.
-    Returns:
-        (out ``[1, Hq, total_q, Dv]``, zero behind the last sequence; lse ``[1, Hq, total_q]``, there -inf, or None).
-    Raises:
-        RouteUnavailable: nothing has been computed.
-    """
-    choice = _with_remark(Choice(route_named(route), why, plan))
-    results = _by(choice, call, config, with_lse=with_lse, stats=None)
-    note(call, choice, None)
-    return results.out, results.lse
 
 
 def gradients(call: AttentionCall, config: AttentionConfig, saved: Results, wanted: Wanted) -> Gradients:

@@ -14,7 +14,7 @@ from ..tiled.layout import rows_overlap, slides_by_one
 from .derivatives import differentiable
 from .route import Choice, Request, Route
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, broken_promise, fault_reasons
-from .torch_kernel import fused_takes, lacks, run_as_it_is
+from .torch_kernel import call_torch, fused_takes, lacks
 
 # Numbers in the keys of grouped heads from which on a single query is no short call, however small its score matrix.
 MANY_KEYS = 1 << 21
@@ -32,7 +32,8 @@ class TorchAsIs(Route):
         return None if is_short(request.call, request.config) else ["it is not short"]
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
-        return Results(differentiable(run_as_it_is(call), config))
+        tensors: Any = (call.query, call.key, call.value, call.attn_mask)
+        return Results(differentiable(call_torch(call, *tensors), config))
 
 
 class ShortCalls(Route):

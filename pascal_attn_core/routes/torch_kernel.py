@@ -197,7 +197,7 @@ def lacks(call: AttentionCall) -> list[str]:
     reasons = []
     if call.left is not None or (call.right is not None and not call.is_causal):
         reasons.append("torch's function has no sliding window")
-    elif call.is_causal and not call.plain_causal:
+    elif call.is_causal and call.offset:
         reasons.append("torch's is_causal is upper-left only")
     if call.softcap is not None:
         reasons.append("torch's function has no softcap")
@@ -367,11 +367,6 @@ def _upcast(call: AttentionCall, four: Four, form: TorchForm, budget_bytes: int)
     return replace(form, fold="heads", upcast=True, heads_step=heads)
 
 
-def run_as_it_is(call: AttentionCall) -> Tensor:
-    """The call by torch's function, whichever kernel that takes."""
-    return _call_torch(call, call.query, call.key, call.value, call.attn_mask)  # type: ignore[arg-type]
-
-
 def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
     """The call by torch's fused kernel. Shapes and dtypes as in :func:`pascal_attn_core.sdpa`."""
     four = as_four_dimensions(call)
@@ -379,11 +374,11 @@ def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
     if form.copied:
         four = four._replace(**{name: getattr(four, name).contiguous() for name in form.copied})
     if form.is_one_call or form.by_package:
-        out = flash_attn_triton.attend(call, *four[:3]) if form.by_package else _call_torch(call, *four)
+        out = flash_attn_triton.attend(call, *four[:3]) if form.by_package else call_torch(call, *four)
         return out if out.shape == call.out_shape else out.reshape(call.out_shape)
     if call.needs_grad and form.fold == "rows":
         rows: Any = _rows_view(four.query, call)
-        return _call_torch(call, rows, *four[1:]).reshape(call.out_shape)
+        return call_torch(call, rows, *four[1:]).reshape(call.out_shape)
     out = empty_output(call)
     places = out if out.dim() == 4 else out.view(four.query.shape[0], call.num_heads, *out.shape[-2:])
     heads_step, q_step = form.heads_step or call.num_kv_heads, form.q_step or call.seq_len_q
@@ -407,7 +402,7 @@ def _run_heads(
         query = four.query[batch].unflatten(0, (-1, call.groups))[heads].flatten(1, 2)
         mask = four.attn_mask
         mask = None if mask is None else mask[batch : batch + 1] if mask.shape[0] > 1 else mask
-        part = _call_torch(call, query[None], four.key[batch, heads][None], four.value[batch, heads][None], mask)
+        part = call_torch(call, query[None], four.key[batch, heads][None], four.value[batch, heads][None], mask)
         target.copy_(part[0].unflatten(1, (call.groups, -1)))
         yield
         return
@@ -418,7 +413,7 @@ def _run_heads(
         if form.upcast:
             key, value = (t[:, :1].float().expand(t.shape) for t in (key, value))
             query = query.float()
-        target[:, :, queries].copy_(_call_torch(call, query, key, value, mask))
+        target[:, :, queries].copy_(call_torch(call, query, key, value, mask))
         yield
 
 
@@ -433,13 +428,14 @@ def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return held.reciprocal_().neg_().add_(1).expand(mask.shape)
 
 
-def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Torch's function, whichever kernel it takes, on tensors with the options of a call."""
     if mask is not None and is_made_numbers(mask):
         mask = as_numbers(mask, query.dtype)
     if len(query) > MOST_BLOCKS and query.device.type not in CPU_LIKE:
         masks = [mask] * -(-len(query) // MOST_BLOCKS) if mask is None or len(mask) == 1 else mask.split(MOST_BLOCKS)
         parts = zip(*(t.split(MOST_BLOCKS) for t in (query, key, value)), masks)
-        return torch.cat([_call_torch(call, *part) for part in parts])
+        return torch.cat([call_torch(call, *part) for part in parts])
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
     try:
         return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)

@@ -260,11 +260,3 @@ def even_ranges(first: int, last: int, longest: int, align: int = 64) -> Ranges:
 
 def _power_of_two_below(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
-
-
-def recommended_tile_size_for(l2_bytes: int) -> int:
-    """pascal-attn's square tile: 64 tokens up to 4 MiB of L2, 128 up to 12 MiB, else 256; 0 (unknown, a CPU) gives 256.
-    The tiles of the route ``tiled`` are not chosen by it."""
-    if 0 < l2_bytes <= 4 * MIB:
-        return 64
-    return 128 if 0 < l2_bytes <= 12 * MIB else 256

@@ -8,15 +8,12 @@ It registers the attention **and** its mask function: without the latter Transfo
 and sliding windows would be ignored. Needs Transformers 4.53 or newer. Neither scores nor a mask of L*S elements are
 stored, except where the model itself needs one: a position bias (T5), a 4-D mask passed by hand,
 ``output_attentions=True``, and masks other than causal and padding inside a graph that torch.compile traces. Models
-with their own attention code keep using it: see :func:`unsupported_reason`. Continuous batching
-(``model.generate_batch``) is refused.
+with their own attention code keep using it, which the log names. Continuous batching (``model.generate_batch``) is
+refused.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,14 +25,13 @@ from ..attention import sdpa, sdpa_with_lse
 from ..config import AttentionConfig, config_of, default_config
 from ..patching.patch import Patch, PatchGroup, replaced
 from .call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
-from .mask import HostMask, asks_interface, pascal_mask
+from .mask import HostMask, pascal_mask
 
 __all__ = [
     "make_hf_attention_fn",
     "pascal_mask",
     "patch_transformers",
     "register_with_transformers",
-    "unsupported_reason",
 ]
 
 # Transformers treats names with these parts specially.
@@ -141,27 +137,6 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
     return pascal_attention_forward
 
 
-def unsupported_reason(model: Any) -> str | None:
-    """Why this model, or a part of it, does not call a registered attention function; None if it does.
-
-    Some model classes have their own attention code (BERT and T5 before Transformers 5, Reformer, ...) and use it
-    regardless of ``attn_implementation``. Others select keys with an indexer, whose selection Transformers turns into a
-    mask for "eager" and "sdpa" only.
-    """
-    if not callable(getattr(model, "modules", None)):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    modules = list(model.modules())
-    if not any(hasattr(module, "config") for module in modules):
-        return f"{type(model).__name__} is not a Transformers model: it has no config"
-    for module in modules:
-        if hasattr(module, "indexer"):
-            return f"{type(module).__name__} selects its keys with an indexer, which supports only 'eager' and 'sdpa'"
-    for cls in {type(module) for module in modules}:
-        if not asks_interface(cls.__module__) or ("Attention" in cls.__name__ and _computes_by_itself(cls)):  # type: ignore[arg-type]
-            return f"{cls.__name__} computes attention by itself and does not use AttentionInterface"
-    return None
-
-
 # ---- registering ---------------------------------------------------------------------------------------------------
 
 
@@ -172,19 +147,3 @@ def _interfaces() -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError(f"transformers must be installed, 4.53 or newer ({error})") from error
     return AttentionInterface, AttentionMaskInterface
-
-
-@functools.lru_cache(maxsize=1024)
-def _computes_by_itself(cls: type) -> bool:
-    """Whether an attention class has a softmax of its own and never uses AttentionInterface."""
-    if not cls.__module__.startswith("transformers.models."):
-        return False
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):  # no source to read
-        return False
-    parents = [base for base in cls.__bases__ if base.__module__.startswith("transformers.models.")]
-    if "def forward" not in source and parents:
-        return any(_computes_by_itself(base) for base in parents)
-    own = re.search(r"softmax|scaled_dot_product_attention", source, re.IGNORECASE)
-    return own is not None and "key" in source and "ALL_ATTENTION_FUNCTIONS" not in source

@@ -89,7 +89,8 @@ def _from_host_mask(query: Tensor, key: Tensor, value: Tensor, mask: HostMask) -
     alignment = "upper_left" if offset == 0 or (left is None and right is None) else "lower_right"
     sides = (-1 if left is None else left, -1 if right is None or is_causal else right)
     window = None if sides == (-1, -1) else sides
-    return Masked(key, value, _lazy(mask.without_band, query), is_causal, alignment, window, first)
+    rest = mask.changed(pattern=mask.pattern._replace(left=None, right=None))
+    return Masked(key, value, _lazy(rest, query), is_causal, alignment, window, first)
 
 
 def _lazy(mask: HostMask, query: Tensor) -> Any:

@@ -96,11 +96,6 @@ class HostMask(LazyMask):
         indices = [torch.arange(n, device=self.device).view(view) for n, view in zip(self.shape, views)]
         return self.rule(*indices).expand(self.shape)
 
-    @property
-    def without_band(self) -> HostMask:
-        """The mask with neither causal rule nor window."""
-        return self._with(pattern=self.pattern._replace(left=None, right=None))
-
     # ---- what Transformers asks of it ------------------------------------------------------------------------------
 
     @property
@@ -120,7 +115,7 @@ class HostMask(LazyMask):
             return self._stored("to").to(*args, **kwargs)
         device = self.device if target is None else torch.device(target)
         padding = None if self.padding is None else self.padding.to(device)
-        return self._with(padding=padding, device=device)
+        return self.changed(padding=padding, device=device)
 
     def on(self, device: torch.device) -> HostMask:
         return self.to(device)
@@ -130,9 +125,9 @@ class HostMask(LazyMask):
         padding = None if self.padding is None else self.padding[:, keys[0] : keys[1]]
         sizes = {"seq_len_q": rows[1] - rows[0], "seq_len_kv": keys[1] - keys[0]}
         offsets = {"q_offset": self.q_offset + rows[0], "kv_offset": self.kv_offset + keys[0]}
-        return self._with(padding=padding, **sizes, **offsets)
+        return self.changed(padding=padding, **sizes, **offsets)
 
-    def _with(self, **changes: Any) -> HostMask:
+    def changed(self, **changes: Any) -> HostMask:
         mask = copy.copy(self)
         vars(mask).update(changes)
         return mask
@@ -319,7 +314,7 @@ def _simplified(mask: HostMask) -> HostMask:
     """The mask without parts that have no effect."""
     first, last = mask.band.key_range(0, mask.seq_len_q, mask.seq_len_kv)
     if mask.padding is not None and bool(mask.padding[:, first:last].all()):
-        mask = mask._with(padding=None)
+        mask = mask.changed(padding=None)
     if mask.seq_len_q == 1 and mask.pattern.rest and bool(mask.dense().all()):
         mask.pattern = Pattern()
     return mask

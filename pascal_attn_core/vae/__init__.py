@@ -32,7 +32,6 @@ def patch_vae(
     budget_mib: float | None = None,
     keep: str = "auto",
     when: str = "always",
-    methods: tuple[str, ...] = METHODS,
     verify: bool = True,
     progress: Callable[[float], None] | None = None,
     expected_bytes: Callable[..., int] | None = None,
@@ -50,7 +49,6 @@ def patch_vae(
             memory; ``"device"``; ``"host"``. On a CPU the two are the same memory.
         when: ``"always"``; or ``"needed"``: a call runs without bands, and in bands only if ``expected_bytes`` exceeds
             the free memory or if it runs out of memory.
-        methods: which methods of ``vae`` to patch; those it does not have are ignored.
         verify: compare on a small input first, see above. False = trust the VAE.
         progress: called after each band with the fraction done, 0 to 1 (0 if unknown). An exception from it ends the
             call.
@@ -66,11 +64,9 @@ def patch_vae(
         raise ValueError(f"keep must be one of {', '.join(KEEP)}, got {keep!r}")
     if when not in ("always", "needed"):
         raise ValueError(f"when must be 'always' or 'needed', got {when!r}")
-    if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
-        raise TypeError(f"methods must be a tuple of names, got {methods!r}")
-    found = [name for name in methods if callable(getattr(vae, name, None))]
+    found = [name for name in METHODS if callable(getattr(vae, name, None))]
     if not found:
-        raise NothingToPatch(f"vae must have one of the methods {', '.join(methods)}, got {type(vae).__name__}")
+        raise NothingToPatch(f"vae must have one of the methods {', '.join(METHODS)}, got {type(vae).__name__}")
     settings = BandSettings(budget_mib, keep, when == "needed", verify, progress, expected_bytes)
     sites = {}
     with PatchGroup(f"bands of {type(vae).__name__}") as group:

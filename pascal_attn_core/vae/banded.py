@@ -228,7 +228,8 @@ def ordinary(tensor: Banded) -> Tensor:
 def finish(run: BandedRun) -> None:
     """The tensors of a run that are still in use become ordinary ones, wherever they are held: in its result, in
     attributes of the model, in a hook's list. In a rehearsal they are on ``meta``."""
-    _let_go_of_origins(run)
+    for tensor in list(run.tensors.values()):
+        tensor.origin = None  # what it was cut from may not be in use any more
     survivors = list(run.tensors.values())
     run.tensors.clear()  # a tensor with weak references cannot be swapped
     for tensor in survivors:
@@ -237,9 +238,3 @@ def finish(run: BandedRun) -> None:
         made = torch.empty_like(tensor.node.like) if run.is_rehearsal else ordinary(tensor).detach()
         torch.utils.swap_tensors(tensor, made)
         del made
-
-
-def _let_go_of_origins(run: BandedRun) -> None:
-    """Slices hold the tensors they were cut from, which may not be in use any more."""
-    for tensor in list(run.tensors.values()):
-        tensor.origin = None

@@ -29,7 +29,7 @@ from .contest import (
     result_row,
     versions,
 )
-from .shapes import Shape, choose_shapes, own_shapes
+from .shapes import Shape, choose, choose_shapes, own_shapes
 
 GIB = 1 << 30
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -143,7 +143,7 @@ def _layers(options: argparse.Namespace, device: torch.device) -> Programme:
     unused = [f"--{name}" for name in ("shape", "dtype", "backward", "causal") if getattr(options, name)]
     if unused:
         raise ValueError(f"--linear does not take {', '.join(unused)}")
-    layers = linear.choose_layers(options.shapes or "quick")
+    layers = choose("layer", linear.LAYERS, options.shapes or "quick", linear.QUICK)
     return Programme("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), linear.BASELINE)
 
 

@@ -17,7 +17,6 @@ from ...int8 import Int8Matrix, int8_linear, quantize_rows
 from ...int8.backends import LinearWays
 from ...machine.runtime import runtime_of
 from .contest import BenchSettings, Entrant, Result, compete
-from .shapes import choose
 
 BASELINE = "float32"
 
@@ -54,11 +53,6 @@ LAYERS = (
     Layer("llm-decode", "a text model of 4B: one token", 1, 2560, 9728),
 )
 QUICK = ("sdxl-attn", "sdxl-ff-in", "sdxl-ff-out", "flux-qkv", "flux-modulation", "llm-decode")
-
-
-def choose_layers(patterns: str) -> list[Layer]:
-    """The layers that :func:`.shapes.choose` finds."""
-    return choose("layer", LAYERS, patterns, QUICK)
 
 
 def race_layer(layer: Layer, device: torch.device, settings: BenchSettings, *progress: Any) -> list[Result]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ... import flash_attn as functions
 from ..options import FlashArgumentError
-from ..signatures import called_as, refuse
+from ..signatures import called_as
 
 
 class MHA(nn.Module):
@@ -52,16 +52,12 @@ class MHA(nn.Module):
             self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias, **kinds)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **kinds)
 
-    def forward(
-        self,
-        x: Tensor,
-        x_kv: Tensor | None = None,
-        key_padding_mask: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        mixer_subset: Any = None,
-        inference_params: Any = None,
-    ) -> Tensor:
+    @called_as(
+        "self x x_kv=None key_padding_mask=None cu_seqlens=None max_seqlen=None mixer_subset=None "
+        "inference_params=None",
+        refused="key_padding_mask mixer_subset inference_params",
+    )
+    def forward(self, x: Tensor, x_kv: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
         """Attention of x.
 
         Args:
@@ -72,7 +68,6 @@ class MHA(nn.Module):
         Returns:
             of the shape of x.
         """
-        refuse(key_padding_mask=key_padding_mask, mixer_subset=mixer_subset, inference_params=inference_params)
         if x_kv is not None and (not self.cross_attn or cu_seqlens is not None):
             raise FlashArgumentError("x_kv must be None without cross_attn and with cu_seqlens")
         if self.cross_attn:

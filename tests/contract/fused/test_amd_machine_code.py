@@ -19,7 +19,6 @@ import pytest
 import torch
 from attn_support.amd import machine
 from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, instruction, kernels
-from attn_support.amd.wave import Wave
 from attn_support.fused import cases
 from attn_support.fused.cases import LOWER_RIGHT, Emulated, forward, poisoned, sized
 from attn_support.fused.packed import definitions, ends_of
@@ -30,10 +29,9 @@ from models.amd import registers, sources
 
 from pascal_attn_core.call import check_call, empty_output
 from pascal_attn_core.fused.code import prebuilt
-from pascal_attn_core.fused.code.amd_code import arch_of
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.source import Variant
-from pascal_attn_core.fused.geometry.amd import ARCHS, target
+from pascal_attn_core.fused.geometry.amd import ARCHS
 from pascal_attn_core.fused.launch import Launch, int8_definition
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
@@ -203,24 +201,6 @@ def test_shipped_kernels_keep_sequences_apart(arch: str, dtype: torch.dtype) -> 
     assert out[:, :, end:].isnan().all()  # not written
     for own, true, plain_answer, what in zip((out, lse), oracle, similar, ("out", "lse")):
         assert_close(own[:, :, :end], true[:, :, :end], plain_answer[:, :, :end], what, dtype=dtype)
-
-
-@pytest.mark.parametrize("arch", some(["gfx1031", *ARCHS, "gfx1030-no-dot", "gfx906-no-dot"], 8))
-def test_cards_execute_dot_products_of_pairs_only_where_they_have_them(arch: str) -> None:
-    """The names of all instructions that were executed. The code is read as that of the card that it names."""
-    executed: Counter[str] = Counter()
-
-    def count(wave: Wave, i: Instruction) -> None:
-        executed.update(part.name for part in i.both or (i,))
-
-    _check(_alone(FLOAT16, 64, 69, 73, **LOWER_RIGHT), arch, watch=count)
-    assert arch_of(_shipped(Variant("forward", 64, "float16", arch=arch))) == target(arch)
-    dots = {name: count for name, count in executed.items() if "dot" in name}
-    adding = ("gfx1012", "gfx1030", "gfx1031", "gfx1102")  # to the result itself
-    expected = {"gfx906": {"v_dot2_f32_f16"}, **{name: {"v_dot2c_f32_f16"} for name in adding}}
-    assert dots.keys() == expected.get(arch, set())
-    products = dots or {name: executed[name] for name in ("v_fma_f32", "v_fmac_f32", "v_mac_f32")}
-    assert sum(products.values()) > 10_000
 
 
 def _unready(instructions: Iterable[Instruction]) -> list[str]:

@@ -18,7 +18,8 @@ from pascal_attn_core.config import AttentionConfig
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.plan import Packed
 from pascal_attn_core.routes.fused import find_plan
-from pascal_attn_core.routes.run import run_packed
+from pascal_attn_core.routes.route import Choice
+from pascal_attn_core.routes.run import by, route_named
 
 # Among them one without queries, one without keys, and one of a single token.
 Q_LENGTHS, K_LENGTHS = [5, 130, 0, 1, 77, 20], [9, 200, 30, 1, 0, 64]
@@ -69,7 +70,8 @@ def _run(
     plan = find_plan(call, AttentionConfig(), packed=packed)
     assert not isinstance(plan, list)
     with poisoned_memory():
-        out, lse = run_packed(call, AttentionConfig(), plan, with_lse=True, why="")
+        choice = Choice(route_named("fused"), "", plan)
+        out, lse, *_ = by(choice, call, AttentionConfig(), with_lse=True, stats=None)
     assert lse is not None
     return out, lse
 

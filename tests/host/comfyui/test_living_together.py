@@ -160,14 +160,6 @@ def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patc
     assert [(run.taken, run.passed) for run in graphs.patch_runs(outcome.log)] == [(2 * calls, 0)]
 
 
-@pytest.mark.parametrize("family", ["minimax_h3"], indirect=True)
-def test_chunked_the_latent_is_the_same(server: ComfyServer, family: str) -> None:
-    ours = graphs.sample(server, family, graphs.CHUNKING)
-    assert graphs.largest_difference(ours, graphs.sample(server, family)) < ROUNDING
-    line = next(line for line in ours.log if "feed-forward modules chunked" in line)
-    assert "0 of" not in line, line
-
-
 def test_patches_work_together_in_any_order(server: ComfyServer) -> None:
     alone = graphs.sample(server, "sd15", graphs.INT8)
     for patches in ((graphs.CHUNKING, TILED), (TILED, graphs.CHUNKING), (graphs.INT8, graphs.CHUNKING, TILED)):

@@ -29,7 +29,7 @@ def test_uninstalled_every_change_to_diffusers_is_gone_and_ours_is_off(routed):
     for each in (unet, vae):
         each.set_attn_processor(PascalAttnProcessor())
     try:
-        pascal.uninstall()
+        pascal.install().remove()
         assert not hasattr(diffusers.DiffusionPipeline, "set_attn_processor")
         assert not hasattr(host.Attention.set_processor, "__wrapped__")
         assert all(hasattr(cls, "attn_processors") == hasattr(cls, "set_attn_processor") for cls in models)

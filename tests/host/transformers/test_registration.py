@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-import transformers
 from attn_support import tiny_models as tiny
 from attn_support.fresh import run
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from pascal_attn_core import patch_flex_attention, record
-from pascal_attn_core.transformers import make_hf_attention_fn, register_with_transformers, unsupported_reason
+from pascal_attn_core.transformers import make_hf_attention_fn, register_with_transformers
 
 
 def behind(name: str) -> list[object]:
@@ -48,21 +47,6 @@ def test_a_tile_is_forced_on_the_tiled_route() -> None:
     with register_with_transformers(tile_size=8), record() as report:
         tiny.with_attention(model, "pascal_chunked", lambda: tiny.logits(model, tiny.prompt()))
     assert report.routes() == {"tiled": 2}
-
-
-def test_models_that_do_not_ask_us_are_named() -> None:
-    assert unsupported_reason(tiny.build("llama")) is None
-    assert unsupported_reason(tiny.build("gpt2")) is None
-    config = transformers.ReformerConfig(attn_layers=["local"], num_attention_heads=2, hidden_size=16, is_decoder=True)
-    config.axial_pos_embds = False
-    reason = unsupported_reason(transformers.ReformerModelWithLMHead(config))
-    assert reason is not None
-    assert "does not use AttentionInterface" in reason
-    bert = transformers.BertModel(tiny.config_of(transformers.BertConfig))
-    assert (unsupported_reason(bert) is not None) == tiny.is_older("5.0")
-    assert "no config" in (unsupported_reason(torch.nn.Linear(2, 2)) or "")
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        unsupported_reason("llama")
 
 
 def test_importing_loads_no_transformers_and_so_registers_nothing() -> None:

@@ -1,6 +1,5 @@
-"""flash-attn's functions the long way in float64, the flags they are tried with, and what both lengths' tests need."""
+"""flash-attn's functions by the definition, the flags they are tried with, and what both lengths' tests need."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core.config import default_config
+from pascal_attn_core.reference import reference_sdpa
 
 F64 = torch.float64
 CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -26,29 +26,14 @@ def plain(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out ``[B, L, H, D]``, lse ``[B, H, L]``) the long way, in the dtype of the inputs."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    scores = torch.einsum("blhd,bshd->bhls", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    length, keys = scores.shape[-2:]
-    distance = torch.arange(keys)[None] - (torch.arange(length)[:, None] + keys - length)
+    """(out ``[B, L, H, D]``, lse ``[B, H, L]``) by the definition, in the dtype of the inputs."""
+    bias, length, keys = None, q.shape[1], k.shape[1]
     if alibi_slopes is not None:
-        slopes = alibi_slopes.to(q.dtype).reshape(-1, q.shape[2])
-        scores = scores - slopes[:, :, None, None] * distance.abs()
-    left, right = window_size
-    allowed = torch.ones_like(distance, dtype=torch.bool)
-    if causal:
-        right = 0
-    if left >= 0:
-        allowed &= distance >= -left
-    if right >= 0:
-        allowed &= distance <= right
-    scores = scores.masked_fill(~allowed, -math.inf)
-    lse = scores.logsumexp(-1) if keys else scores.new_full(scores.shape[:-1], -math.inf)
-    probs = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return torch.einsum("bhls,bshd->blhd", probs, v), lse
+        distance = torch.arange(keys)[None] - (torch.arange(length)[:, None] + keys - length)
+        bias = -alibi_slopes.to(q.dtype).reshape(-1, q.shape[2])[:, :, None, None] * distance.abs()
+    rules: dict[str, Any] = {"alignment": "lower_right", "window": window_size, "softcap": softcap or None}
+    out, lse = reference_sdpa(*(t.transpose(1, 2) for t in (q, k, v)), bias, causal, softmax_scale, True, **rules)
+    return out.transpose(1, 2), lse
 
 
 def rand(*shape: int) -> Tensor:

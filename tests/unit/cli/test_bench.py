@@ -14,7 +14,7 @@ from pascal_attn_core import cli
 from pascal_attn_core.cli.bench import candidates, length, linear, shapes
 from pascal_attn_core.cli.bench.contest import BenchSettings
 from pascal_attn_core.cli.bench.linear import Layer, race_layer
-from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes
+from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
 
 TINY = {
@@ -90,16 +90,6 @@ def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
     assert found["refuses"].note == "too small; too odd"
     assert found["wrong"].error == found["nan"].error == math.inf
     assert found[candidates.BASELINE].seconds > 0
-
-
-def test_shapes_are_chosen_by_pattern(monkeypatch):
-    monkeypatch.setattr(shapes, "SHAPES", SHAPES)
-    assert len(choose_shapes("all")) == len(SHAPES)
-    assert {shape.name for shape in choose_shapes("mask_*")} == {"mask_bool", "mask_padding", "mask_bias"}
-    assert set(shapes.QUICK) == {shape.name for shape in choose_shapes("quick")}
-    assert choose_shapes("wan")[0].num_heads == 2
-    assert choose_shapes("wan", device_type="cuda")[0].num_heads == 12
-    assert choose_shapes("sd15", dtype="float16")[0].dtype == "float16"
 
 
 def test_the_command_prints_tables_and_writes_figures(tmp_path, capsys):

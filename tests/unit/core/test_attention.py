@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_transformers, record, routes
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_transformers, record
 from pascal_attn_core.attention import sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, Gradients, Results, Wanted, check_call
 from pascal_attn_core.config import RouteUnavailable, known_routes
@@ -16,6 +16,8 @@ from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.flex import flex_attention, patch_flex_attention
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, route_names, run, why_not
+from pascal_attn_core.routes.route import Choice, Request, Route
+from pascal_attn_core.routes.run import ROUTES, TORCH
 from pascal_attn_core.routes.short import ShortCalls
 from pascal_attn_core.routes.tiled import Rewritten
 
@@ -54,7 +56,7 @@ def test_the_table_of_the_choice_has_every_route_in_its_order_and_its_sentence()
 
 
 def test_large_calls_never_take_the_route_math(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes.TORCH, "plan", lambda request: ["no fused kernel"])
+    monkeypatch.setattr(TORCH, "plan", lambda request: ["no fused kernel"])
     assert _route(*_qkv(2000, 2000)) == "tiled"
     assert _route(*_qkv(20, 20), window=(2, 2)) == "math"
     assert _route(*_qkv(20, 20), window=(2, 2), config=AttentionConfig(math_limit_mib=0)) == "tiled"
@@ -73,7 +75,7 @@ def test_explain_names_the_route_that_runs_and_every_other(options: dict) -> Non
 
 
 def test_one_line_per_reason_and_never_per_call(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(routes.TORCH, "plan", lambda request: ["a reason of this test"])
+    monkeypatch.setattr(TORCH, "plan", lambda request: ["a reason of this test"])
     with caplog.at_level(logging.DEBUG, logger="pascal_attn"):
         for _ in range(3):
             sdpa(*_qkv(), dropout_p=0.1, config=AttentionConfig(math_limit_mib=0))
@@ -138,7 +140,7 @@ def test_watching_changes_neither_bits_nor_route(sizes: tuple[int, ...], options
     assert explain(*tensors, **options).startswith(f"route {key.route}: {key.why}")
 
 
-class PlainRoute(routes.Route):
+class PlainRoute(Route):
     """A route as somebody would add one: plain attention, which may find while running that it cannot (``fails``)."""
 
     name = "plain"
@@ -146,14 +148,14 @@ class PlainRoute(routes.Route):
     def __init__(self) -> None:
         self.fails, self.ran = False, []
 
-    def plan(self, request: routes.Request) -> Any:
+    def plan(self, request: Request) -> Any:
         if self.fails and self.ran:
             return ["it has failed"]
         return ["it has no masks"] if request.call.attn_mask is not None else {"scale": request.call.scale}
 
-    def claim(self, request: routes.Request) -> routes.Choice | None:
+    def claim(self, request: Request) -> Choice | None:
         plan = request.plan(self)
-        return None if isinstance(plan, list) else routes.Choice(self, "it comes first", plan)
+        return None if isinstance(plan, list) else Choice(self, "it comes first", plan)
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
         self.ran.append(options)
@@ -173,10 +175,10 @@ class PlainRoute(routes.Route):
 @pytest.fixture
 def plain_route() -> Iterator[PlainRoute]:
     route = PlainRoute()
-    routes.ROUTES.insert(routes.ROUTES.index(routes.TORCH), route)
+    ROUTES.insert(ROUTES.index(TORCH), route)
     known_routes.append(route.name)
     yield route
-    routes.ROUTES.remove(route)
+    ROUTES.remove(route)
     known_routes.remove(route.name)
 
 

@@ -1,7 +1,4 @@
-"""Softmax rows to look at, and what a causal rule or window saves."""
-
-import importlib
-import importlib.util
+"""Softmax rows to look at, and the tiles that a layer's rule leaves out."""
 
 import pytest
 import torch
@@ -9,10 +6,10 @@ from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pascal_attn_core
-from pascal_attn_core.attention_map import attention_map, saved_by_band
+from pascal_attn_core.attention_map import attention_map
 from pascal_attn_core.call.lazy_mask import LazyMask
-from pascal_attn_core.reference import allowed_keys, reference_sdpa
+from pascal_attn_core.layers import SelfAttention
+from pascal_attn_core.reference import reference_sdpa
 
 F64 = torch.float64
 
@@ -89,32 +86,11 @@ def test_wrong_arguments_are_named(change: dict, kind: type[Exception], words: s
 
 
 @examples(200)
-@given(
-    lengths=st.tuples(st.integers(1, 24), st.integers(1, 24)),
-    rule=st.fixed_dictionaries({
-        "is_causal": st.booleans(),
-        "alignment": st.sampled_from(["upper_left", "lower_right"]),
-        "window": st.none() | st.tuples(st.integers(-1, 8), st.integers(-1, 8)),
-    }),
-    q_block=st.integers(1, 9),
-    kv_block=st.integers(1, 9),
-)  # fmt: skip
-def test_what_a_rule_saves_is_what_counting_finds(lengths, rule, q_block: int, kv_block: int) -> None:
-    allowed = allowed_keys(*lengths, **rule)
-    tiles = [part.any() for rows in allowed.split(q_block) for part in rows.split(kv_block, dim=1)]
-    saved = saved_by_band(*lengths, q_block=q_block, kv_block=kv_block, **rule)
-    assert saved.scores == pytest.approx(1 - allowed.double().mean().item())
-    assert saved.tiles == pytest.approx(1 - sum(map(bool, tiles)) / len(tiles))
-
-
-def test_names_of_a_module_that_its_function_hides_are_found_on_the_function() -> None:
-    """``pascal_attn_core.attention_map`` is a function, and a module of that name has further names."""
-    hidden = [name for name in pascal_attn_core.__all__ if importlib.util.find_spec(f"pascal_attn_core.{name}")]
-    assert "attention_map" in hidden
-    for name in hidden:
-        module, function = importlib.import_module(f"pascal_attn_core.{name}"), getattr(pascal_attn_core, name)
-        assert function is getattr(module, name)
-        public = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]
-        assert set(public) == set(module.__all__)
-        for other in public:
-            assert getattr(function, other) is getattr(module, other)
+@given(length=st.integers(1, 24), causal=st.booleans(), window=st.none() | st.integers(1, 9), block=st.integers(1, 9))
+def test_the_tiles_that_a_layer_leaves_out_are_those_that_counting_finds(length, causal, window, block: int) -> None:
+    layer = SelfAttention(4, 1, causal=causal, window_size=window)
+    seen = attention_map(*torch.ones(2, 1, length, 4), rows=range(length), **layer._band())[0] > 0
+    tiles = [part.any() for rows in seen.split(block) for part in rows.split(block, dim=1)]
+    found = layer.get_causal_efficiency(length, block)
+    assert (found["total_blocks"], found["computed_blocks"]) == (len(tiles), sum(tiles))
+    assert found["compute_savings_percent"] == pytest.approx(100 - 100 * sum(tiles) / len(tiles))

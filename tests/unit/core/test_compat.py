@@ -6,7 +6,7 @@ import pytest
 import torch
 from attn_support.fresh import run
 
-from pascal_attn_core import TiledAttention, layers, record, tiled_attention
+from pascal_attn_core import TiledAttention, compat, layers, record, tiled_attention
 from pascal_attn_core.reference import reference_sdpa
 
 
@@ -185,3 +185,13 @@ def test_the_naive_layer_returns_the_probabilities_and_its_gradients_flow() -> N
 def test_what_does_not_fit_is_named(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+@pytest.mark.parametrize(
+    ("l2_mib", "tile"),
+    [(2.75, 64), (3, 64), (4, 64), (5.5, 128), (6, 128), (40, 256), (72, 256)],
+    ids=["GTX 1080 Ti", "P40", "T4", "RTX 2080 Ti", "V100, RTX 3090", "A100", "RTX 4090"],
+)
+def test_the_tile_sizes_that_pascal_attn_states(l2_mib: float, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_l2_bytes", lambda device: int(l2_mib * 2**20))
+    assert compat.recommended_tile_size() == tile

@@ -16,7 +16,7 @@ from pascal_attn_core.routes import why_not
 from pascal_attn_core.tiled.mask_writer import MaskWriter
 from pascal_attn_core.tiled.masks import Part, Rule
 from pascal_attn_core.tiled.rule_bytes import RuleBytes
-from pascal_attn_core.tiled.tiles import Workload, plan_tiles, recommended_tile_size_for
+from pascal_attn_core.tiled.tiles import Workload, plan_tiles
 
 CARDS = {
     "GTX 1080 Ti": DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), num_sms=28, l2_bytes=2816 << 10, total_bytes=11 << 30),
@@ -105,15 +105,6 @@ def test_a_window_keeps_the_rows_few() -> None:
 def test_half_of_a_cores_own_cache_holds_the_scores_of_a_tile_where_it_is_large(l2_kib: int, tile: tuple) -> None:
     plan = plan_tiles(DeviceInfo("cpu", "CPU", core_l2_bytes=l2_kib << 10), SDXL)
     assert (plan.q_block, plan.kv_block) == tile
-
-
-@pytest.mark.parametrize(
-    ("l2_mib", "tile"),
-    [(2.75, 64), (3, 64), (4, 64), (5.5, 128), (6, 128), (40, 256), (72, 256)],
-    ids=["GTX 1080 Ti", "P40", "T4", "RTX 2080 Ti", "V100, RTX 3090", "A100", "RTX 4090"],
-)
-def test_the_tile_sizes_that_pascal_attn_states(l2_mib: float, tile: int) -> None:
-    assert recommended_tile_size_for(int(l2_mib * 2**20)) == tile
 
 
 @examples(300)

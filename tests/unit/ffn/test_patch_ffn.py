@@ -77,16 +77,6 @@ def test_gradients_are_equal_and_their_peak_falls(frozen: bool) -> None:
     assert peak.peak_bytes < 0.5 * whole.peak_bytes
 
 
-def test_without_checkpoints_calls_that_want_gradients_run_whole() -> None:
-    module, x = mlp(16, 64), torch.randn(1, 512, 16)
-    with patch_ffn(module, include="", chunk_tokens=64, checkpoint=False) as patch:
-        module(x).sum().backward()
-        assert "checkpoint=False" in patch.report().lines[0].why
-        with torch.no_grad():
-            module(x)
-        assert patch.report().lines[0].state == "on"
-
-
 def test_inference_mode_and_autocast() -> None:
     module, x = mlp(16, 64), torch.randn(2, 512, 16)
     with patch_ffn(module, include="", chunk_tokens=64) as patch:

@@ -78,6 +78,7 @@ def test_in_8_bits_by_the_error_to_the_files_weight_and_back(kind: Any, weights:
     expected = module(x)
     with patch_linear_int8(model, weights=weights) as patch:
         out = module(x)
+        assert torch.equal(module(x), out), "also by the check of the second call"
         (line,) = patch.report().lines
         assert f"{line.format}, 0.01 -> 0.01 MiB, error" in patch.report().text()
         assert isinstance(module.weight, Int8Weight)

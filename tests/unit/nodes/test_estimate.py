@@ -187,9 +187,6 @@ def test_the_verdict_and_the_largest_size_count_the_same_memory() -> None:
     )
 
 
-largest = node_module("estimate.largest")
-
-
 def traced(shape: tuple[int, ...]) -> Any:
     """A block on ``[B, C, H, W]`` cells: what tracing it at that size gives."""
     batch, _, height, width = shape
@@ -197,14 +194,14 @@ def traced(shape: tuple[int, ...]) -> Any:
 
 
 def axis_of(name: str, shape: tuple[int, ...]) -> Any:
-    return next(axis for axis in largest.axes_of([shape], None) if axis.name == name)
+    return next(axis for axis in estimate.axes_of([shape], None) if axis.name == name)
 
 
 @either
 def test_the_largest_fits_and_the_next_one_does_not(takes: bool) -> None:
     room, axis = 200 * MIB, axis_of("resolution", (1, 4, 32, 32))
     card = dataclasses.replace(CARD, ffn_budget_mib=1, ffn_tokens=64, available_bytes=room)
-    found = largest.find_largest(axis, traced(axis.now.shape), traced, card)
+    found = estimate.find_largest(axis, traced(axis.now.shape), traced, card)
     assert axis.now.words == "256 x 256"
     for patched, (size, bounded) in enumerate(found):
         assert bounded
@@ -219,12 +216,12 @@ def test_the_largest_fits_and_the_next_one_does_not(takes: bool) -> None:
 def test_where_nothing_fits_and_where_everything_does() -> None:
     axis = axis_of("batch", (1, 4, 8, 8))
     nothing, everything = (
-        largest.find_largest(axis, traced(axis.now.shape), traced, dataclasses.replace(HOST, available_bytes=room))
+        estimate.find_largest(axis, traced(axis.now.shape), traced, dataclasses.replace(HOST, available_bytes=room))
         for room in (10, 1 << 40)
     )
     assert [fit.size for fit in nothing] == [None] * 2
-    assert set(everything) == {largest.Fit(axis.sizes[-1], False)}
-    words = text.largest_text([(axis, everything)], HOST, largest.bisected(axis.sizes, lambda size: 2, 1))
+    assert set(everything) == {estimate.Fit(axis.sizes[-1], False)}
+    words = text.largest_text([(axis, everything)], HOST, estimate.bisected(axis.sizes, lambda size: 2, 1))
     assert "batch (now batch of 1): as ComfyUI is batch of 256 or more; with Pascal Attention Patch" in words
     assert words.splitlines()[-1].endswith("ComfyUI's own estimate of its VAE: nothing")
 
@@ -236,13 +233,13 @@ def test_a_model_that_calls_other_things_at_another_size_gives_no_answer() -> No
         call_of(attention_shape(128, torch.float32)),
         "no",
     ):
-        assert largest.find_largest(axis, now, lambda shape, other=other: other, HOST) == []
+        assert estimate.find_largest(axis, now, lambda shape, other=other: other, HOST) == []
 
 
 def test_sizes_keep_the_form_of_the_latent() -> None:
-    wide, frames, _ = largest.axes_of([(1, 16, 21, 60, 104)], None)
+    wide, frames, _ = estimate.axes_of([(1, 16, 21, 60, 104)], None)
     assert all(h % 8 == w % 8 == 0 for *_, h, w in (size.shape for size in wide.sizes))
     assert [size.amount for size in wide.sizes] == sorted({size.amount for size in wide.sizes})
     assert all(abs(size.shape[-1] / size.shape[-2] - 104 / 60) < 0.7 for size in wide.sizes)
     assert [size.words for size in frames.sizes[:3]] == ["1 frames", "5 frames", "9 frames"]
-    assert [axis.name for axis in largest.axes_of([(1, 16, 60, 104)], None)] == ["resolution", "batch"]
+    assert [axis.name for axis in estimate.axes_of([(1, 16, 60, 104)], None)] == ["resolution", "batch"]

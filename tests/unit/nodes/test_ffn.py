@@ -10,10 +10,10 @@ from attn_support.comfy.stub import Patcher, StubHost, core_module, node_module
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn.binding import FfnBinding
-from pascal_attn_core.patching.hosts import CastingLayers, register
+from pascal_attn_core.patching.hosts import register
 
 WIDTH, TOKENS = 16, 96
-register(CastingLayers("fetches_weights", (__name__,)))
+register("fetches_weights", (__name__,))
 
 
 class CastingLinear(nn.Linear):

@@ -225,7 +225,6 @@ def test_trials_leave_the_vaes_own_state_alone(options: dict[str, Any]) -> None:
         ({"budget_mib": 0}, ValueError, "budget_mib must be above 0 and finite, got 0"),
         ({"budget_mib": float("inf")}, ValueError, "budget_mib must be above 0 and finite, got inf"),
         ({"budget_mib": "64"}, TypeError, "budget_mib must be a number, got '64'"),
-        ({"methods": "decode"}, TypeError, "methods must be a tuple of names, got 'decode'"),
         ({"verify": 1}, TypeError, "verify must be a bool, got 1"),
         ({"progress": 7}, TypeError, "progress must be a function or None, got 7"),
     ],

@@ -42,7 +42,7 @@ def real_calls(model, name, cfg):
 
 def followed(model, name, copies=1, shape=None):
     samples = torch.zeros(1, *LATENTS[name]) if shape is None else torch.zeros(shape)
-    latent = pack("estimate.inputs").Latent.of(model, {"samples": samples})
+    latent = pack("estimate.trace").Latent.of(model, {"samples": samples})
     found = pack("memory_estimate").follow(model, latent, conditioning(name), copies)
     assert not isinstance(found, str), found
     return found
@@ -134,7 +134,7 @@ def where_it_cannot_be_traced_it_says_so():
 
 @check
 def sizes_lie_on_a_line_through_two_of_them():
-    largest = pack("estimate.largest")
+    largest = pack("estimate.figures")
     for name, model in families("sd15", "flux", "wan_t2v"):
         for axis in largest.axes_of([(1, *LATENTS[name])], None):
             one, two, third = (axis.sizes[i] for i in (1, 3, 6))
