@@ -15,10 +15,9 @@ from ..reference.checks import WITHOUT_FLOAT64
 _BLOCK_BYTES = 64 << 20
 
 
-def spread_rows(seq_len_q: int, count: int | None) -> Tensor:
-    """``count`` row numbers spread evenly over the query, including the first and the last; None = every row."""
-    count = seq_len_q if count is None else min(count, seq_len_q)
-    return torch.linspace(0, seq_len_q - 1, count, dtype=torch.float64).round().long()
+def spread_rows(seq_len_q: int, count: int) -> Tensor:
+    """``count`` row numbers spread evenly over the query, including the first and the last."""
+    return torch.linspace(0, seq_len_q - 1, min(count, seq_len_q), dtype=torch.float64).round().long()
 
 
 def reference(given: Arguments, rows: Tensor, grad_rows: Tensor | None = None) -> tuple[Tensor, ...]:

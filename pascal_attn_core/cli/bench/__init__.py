@@ -54,7 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of all shapes, instead of each shape's own")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
-    add_timing_options(parser, rounds=5)
+    parser.add_argument("--rounds", type=int, default=5, help="maximum number of timed rounds (default: 5)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time for one candidate on one call (default: 10)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--budget-mib", type=float, help="extra memory that the routes of this package may use")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument(
         "--linear",
         action="store_true",
@@ -63,18 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw memory against length into this file instead of timing anything"
     )
-
-
-def add_timing_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
-    """The options of commands that :func:`hold` a contest."""
-    parser.add_argument(
-        "--rounds", type=int, default=rounds, help=f"maximum number of timed rounds (default: {rounds})"
-    )
-    parser.add_argument("--seconds", type=float, default=10.0, help="time for one candidate on one call (default: 10)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--budget-mib", type=float, help="extra memory that the routes of this package may use")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -98,8 +91,8 @@ class Programme(NamedTuple):
 def hold(
     options: argparse.Namespace, find: Callable[[argparse.Namespace, torch.device], Programme], settings: BenchSettings
 ) -> dict[str, Any]:
-    """Run the contest that ``find`` finds by the options of :func:`add_timing_options`: print a table for each of its
-    works, write the figures where the options say so, and return them. A mistake in the options is a CommandError,
+    """Run the contest that ``find`` finds by the options: print a table for each of its works, write the figures where
+    the options say so, and return them. A mistake in the options is a CommandError,
     before anything has run."""
     check_output(options.json)
     check_numbers(options, "rounds", "seconds", "threads")

@@ -68,13 +68,13 @@ class BenchSettings:
     Attributes:
         rounds: timed rounds at most; each round calls every entrant once. 0 = the first call alone is timed.
         seconds: an entrant gets fewer rounds once they would take it longer than this.
-        error_rows: query rows compared with the float64 reference, all heads; None = all rows.
+        error_rows: query rows compared with the float64 reference, all heads.
         backward: time forward and backward together.
     """
 
     rounds: int = 5
     seconds: float = 10.0
-    error_rows: int | None = 256
+    error_rows: int = 256
     backward: bool = False
 
 
