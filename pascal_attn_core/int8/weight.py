@@ -30,9 +30,10 @@ class LowRank:
         self.down, self.up = down, up
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.down.device != x.device:
-            self.down, self.up = self.down.to(x.device), self.up.to(x.device)
-        return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype))
+        down, up = self.down.to(x.device), self.up.to(x.device)
+        if down is not self.down:
+            self.down, self.up = down, up
+        return F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype))
 
     def matrix(self) -> Tensor:
         """The matrix that it adds to the weight, float32 ``[N, K]``."""
