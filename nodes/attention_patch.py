@@ -140,7 +140,7 @@ class PascalAttentionPatch(inputs.PascalNode):
             first.append(f"not exact: 8 bits, {DEFAULTS.text(attention=True)}")
         whole = replace(settings, config=inputs.config(route, budget_mib), min_keys=0)
         if clip is not None:
-            clip, line = patched_clip(clip, replace(whole, min_queries=2), unique_id)
+            clip, line = patched_clip(clip, whole, unique_id)
             lines.append(line)
         if vae is not None:
             vae, line = patched_vae(vae, whole, NEEDED, unique_id)

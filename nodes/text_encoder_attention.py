@@ -44,7 +44,7 @@ class PascalTextEncoderAttention(inputs.PascalNode):
         self, clip: Any, route: str, budget_mib: int, nan_guard: bool, unique_id: str | None = None
     ) -> tuple[Any]:
         """A clone of ``clip`` whose attention is ours; ``clip`` itself where none was found."""
-        settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
+        settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
         patched, line = patched_clip(clip, settings, unique_id)
         host.say("; ".join(filter(None, [left_off(settings.config), line])), unique_id)
         return (patched,)
@@ -72,8 +72,5 @@ def _sites(engine: Engine, model: nn.Module) -> Sites:
             engine.warn("the encoded text holds NaN or infinity: start ComfyUI with --fp32-text-enc")
 
     sites = Sites(engine, model, lambda module: [("forward", located)] if is_innermost(module) else [])
-    for name in filter(functools.partial(hasattr, model), ("encode_token_weights", "generate")):
-        # Generation makes many small calls, and encoders of ComfyUI call its functions, not torch's.
-        whole = functools.partial(whole_call, sites=sites, watch=watch, sdpa=name != "generate")
-        sites.replacements[name] = whole
+    sites.replacements["encode_token_weights"] = functools.partial(whole_call, sites=sites, watch=watch)
     return sites

@@ -219,7 +219,8 @@ def in_comfyui() -> Iterator[Case]:
         return host_attention(*given, 4, **options)
 
     for name, min_keys in (("passed on", 1 << 20), ("taken", 0)):
-        ours = override.make_override(make_engine(min_keys=min_keys), override.Scope(), None)
+        engine = make_engine(min_keys=min_keys)
+        ours = override.make_override(engine, functools.partial(override.by_engine, engine, override.Scope()), None)
         run: Run = functools.partial(ours, host_attention, *given, 4, **options)
         yield Case(f"ComfyUI, {name}", run, beside)
 

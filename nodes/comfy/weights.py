@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...pascal_attn_core.int8.exchange import FloatWeight, Source
 from ...pascal_attn_core.int8.stored import values
-from ...pascal_attn_core.int8.weight import Int8Weight, joined
+from ...pascal_attn_core.int8.weight import Int8Weight, LowRank
 
 PREFIX = "diffusion_model."
 Adapter = tuple[Tensor, Tensor, float]
@@ -53,7 +53,9 @@ class LoadedWeight(Source):
                     self._base = patcher.backup[key].weight
             else:
                 self.note = "rounded with the patches it was loaded with"
-        self.lora = joined(self._adapters)
+        if self._adapters:
+            downs, ups = zip(*((down.float(), up.float() * factor) for down, up, factor in self._adapters))
+            self.lora = LowRank(torch.cat(downs), torch.cat(ups, dim=1))
 
     def _split(self, patches: list[Any], module: nn.Module) -> None:
         self._adapters, other = plain_adapters(patches, tuple(module._parameters["weight"].shape))  # type: ignore[union-attr]

@@ -51,13 +51,11 @@ class PatchSettings:
         config: route, budget and tiles for every call.
         min_keys: a call with fewer keys is left to ComfyUI, unless its score matrix would exceed the budget.
         nan_guard: look at every output, and compute one that is not finite again in float32.
-        min_queries: a call with fewer queries is left to ComfyUI (generation asks with one at a time: few scores).
     """
 
     config: AttentionConfig = field(default_factory=AttentionConfig)
     min_keys: int = 1024
     nan_guard: bool = True
-    min_queries: int = 1
 
     def budget_bytes(self, device: torch.device) -> float:
         """Most extra memory of one call on this device."""
@@ -330,8 +328,6 @@ class Engine:
 
     def _why_left(self, call: AttentionCall) -> str:
         least = self.settings.min_keys
-        if call.seq_len_q < self.settings.min_queries:
-            return f"fewer than {self.settings.min_queries} queries"
         if call.seq_len_kv >= least:
             return ""
         score_bytes = call.num_scores * max(4, call.query.element_size())

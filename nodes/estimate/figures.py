@@ -207,7 +207,7 @@ def axes_of(shapes: Sequence[Sequence[int]], form: Any) -> list[Axis]:
 def find_largest(
     axis: Axis, now: ModelCall, trace: Callable[[tuple[int, ...]], ModelCall | str], subject: Subject
 ) -> list[Fit]:
-    """For each of ``WAYS`` the largest size whose evaluation fits.
+    """Find for each of ``WAYS`` the largest size whose evaluation fits.
 
     Args:
         now: the call of the model at the size that the axis has now.

@@ -6,14 +6,14 @@ import logging
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ...pascal_attn_core.int8.binding import Int8Binding
 from ...pascal_attn_core.int8.find import find_linear
-from ...pascal_attn_core.int8.report import Int8Report, together
+from ...pascal_attn_core.int8.report import Int8Report
 from ...pascal_attn_core.patching.selectors import matches
 from ..comfy import comfy_kitchen, host, others
 from ..comfy.by_name import OVERRIDE
@@ -167,6 +167,13 @@ def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any,
     texts = [report.text() for report in reports if report.lines or report.weights]
     texts += ["attention layers are found and measured in their first call"] * (len(texts) < len(reports))
     return patched, "\n".join([*texts, *more])
+
+
+def together(reports: list[Int8Report]) -> Int8Report:
+    """The reports on linear layers and on attention layers as one."""
+    lines = [line for report in reports for line in report.lines]
+    what = " and ".join(report.what.removesuffix(" layers") for report in reports)
+    return replace(reports[0], lines=lines, what=f"{what} layers")
 
 
 def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:

@@ -59,19 +59,17 @@ class Scope:
         return self._with(place=place)
 
     @contextmanager
-    def around(self, engine: Engine, word: str, *, catches: bool, sdpa: bool = True) -> Iterator[None]:
+    def around(self, engine: Engine, word: str, *, catches: bool) -> Iterator[None]:
         """Attention calls below that have no name of their own are ``"<word> 1"``, ``"<word> 2"`` ...
 
         Args:
             catches: calls that bypass the override, of the host's functions and of ``scaled_dot_product_attention``, go
-                to the engine; nested, once. sdpa: those of the latter too, for which Python is asked about every torch
-                function below.
+                to the engine; nested, once.
         """
         is_first = catches and not self.local.catching
         with ExitStack() as stack, self._with(word=word, ordinal=0, catching=catches or self.local.catching):
             if is_first:
                 stack.enter_context(caught(functools.partial(_attend_by_name, engine, self)))
-            if is_first and sdpa:
                 stack.enter_context(SdpaMode(functools.partial(_attend, engine, self)))
             yield
 

@@ -32,20 +32,17 @@ def in_run(engine: Engine) -> Iterator[None]:
             gain.say(run)
 
 
-def whole_call(
-    previous: Attention, sites: Sites, watch: Callable[[tuple, dict[str, Any], Any], None], *, sdpa: bool = True
-) -> Attention:
+def whole_call(previous: Attention, sites: Sites, watch: Callable[[tuple, dict[str, Any], Any], None]) -> Attention:
     """In place of ``previous``, which does all of a decoding or encoding: one run of the report.
 
     Args:
         watch: ``watch(args, kwargs, result)`` looks at what went in and came out.
-        sdpa: whether torch's own function is caught too, see :meth:`.Scope.around`.
     """
     engine, scope = sites.engine, sites.scope
 
     @functools.wraps(previous)
     def with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
-        with in_run(engine), scope.around(engine, "call", catches=True, sdpa=sdpa):
+        with in_run(engine), scope.around(engine, "call", catches=True):
             result = previous(*args, **kwargs)
             if engine.run.count() == 0 and (others := replaced_by_others(sites.model, sites.names)):
                 engine.warn(f"no attention call reached the patch: another node replaced {', '.join(others)} after it")

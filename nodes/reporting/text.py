@@ -118,14 +118,14 @@ def _time_text(run: Run) -> str:
 
 
 def _memory_text(run: Run) -> str:
-    """``"63 MiB at most in a call besides inputs and output; 7 GiB at the peak of torch's memory in the run"``."""
-    of = "of ComfyUI since its start" if run.device.startswith("cpu") else "of torch's memory in the run"
+    """``"at most 63 MiB in a call besides inputs and output; the peak of torch's memory in the run was 7 GiB"``."""
+    of = "ComfyUI since its start" if run.device.startswith("cpu") else "torch's memory in the run"
     facts = (
-        (run.extra_bytes, "at most in a call besides inputs and output"),
-        (run.math_bytes or None, "of scores at least, had math attention stored them in the largest call"),
-        (run.peak_bytes or None, f"at the peak {of}"),
+        (run.extra_bytes, "at most {} in a call besides inputs and output"),
+        (run.math_bytes or None, "math attention would store at least {} in the largest call"),
+        (run.peak_bytes or None, f"the peak of {of} was {{}}"),
     )
-    return "; ".join(f"{size_text(size)} {what}" for size, what in facts if size is not None)
+    return "; ".join(fact.format(size_text(size)) for size, fact in facts if size is not None)
 
 
 def _kind_rows(run: Run) -> list[Row]:

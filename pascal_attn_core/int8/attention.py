@@ -45,13 +45,9 @@ class CaughtForward(LayerForward):
 
 class AttentionSite(Judged):
     """The state of one attention layer, and its calls: those that 8 bits do not take, and those of a layer in float,
-    are computed exactly.
+    are computed exactly."""
 
-    Attributes:
-        way: what computes it.
-    """
-
-    way = ""
+    way = ""  # what computes it
     forward = CaughtForward
 
     def catch(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:

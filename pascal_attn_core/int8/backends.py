@@ -72,15 +72,11 @@ def result_shape(x: Tensor, codes: Tensor, activation: str) -> tuple[int, ...]:
     return (*x.shape[:-1], codes.shape[0] // (2 if activation in GATED else 1))
 
 
-def backend_of(call: LinearCall) -> Way:
-    """The backend that a call takes."""
-    return runtime_of(call.x.device).part(LinearWays).chosen(call)
-
-
 def backend_for(x: Tensor, weight: Int8Matrix) -> Way:
     """The backend that an input like ``x`` ``[..., K]`` takes."""
     flat = x.reshape(-1, x.shape[-1])
-    return backend_of(LinearCall(flat, weight, None, "none", flat.new_empty(flat.shape[0], weight.codes.shape[0])))
+    call = LinearCall(flat, weight, None, "none", flat.new_empty(flat.shape[0], weight.codes.shape[0]))
+    return runtime_of(x.device).part(LinearWays).chosen(call)
 
 
 def backend_on(device: torch.device) -> Way:

@@ -33,7 +33,7 @@ from .report import Int8ReportLine
 from .watch import ErrorWatch
 
 log = logging.getLogger("pascal_attn")
-_MOST_FAILURES = 3  # for lack of memory
+_MOST_FAILURES = 3  # after so many first measurements that lacked memory a layer stays exact
 _UNKNOWN = Errors(math.inf, math.inf, math.inf)
 
 
@@ -155,7 +155,9 @@ class Judged:
                     self._exceeds(found)
         except out_of_memory():  # it is measured, or goes back, in a later call
             if is_new:
-                self.failed()
+                self._failures, self.why = self._failures + 1, "out of memory while measuring it"
+                if self._failures == _MOST_FAILURES:
+                    self.refuse(self.why)
 
     def _admits(self, found: Errors) -> bool:
         return found.judged <= self.options.max_error
@@ -194,12 +196,6 @@ class Judged:
         """Because of the error of a later call, the layer is again what it was."""
         self.refuse(self.why)
         self.went_back = True
-
-    def failed(self) -> None:
-        """The first measurement ran out of memory. After three such calls the layer stays exact."""
-        self._failures, self.why = self._failures + 1, "out of memory while measuring it"
-        if self._failures == _MOST_FAILURES:
-            self.refuse(self.why)
 
     def is_another(self) -> None:
         """Take note that the layer has another weight from now on, which the next call is judged with."""

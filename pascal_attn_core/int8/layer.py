@@ -240,8 +240,7 @@ class Int8Layer(Judged):
     def start(self) -> None:
         module = self.module
         assert module is not None
-        with ordinary_tensors():
-            self._read_in(module)
+        self._read_in(module)
 
     def refuse(self, why: str) -> None:
         super().refuse(why)

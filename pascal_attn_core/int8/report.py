@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..machine.device import MIB
@@ -142,14 +142,6 @@ class Int8Report(AnyReport):
         ways = {(line.way, line.why_way) for line in self.of(ON) if not line.way.startswith("kernel")}
         rows += [f"  computed by {COMPUTED_BY[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)
-
-
-def together(reports: list[Int8Report]) -> Int8Report:
-    """The reports on linear layers and on attention layers as one."""
-    if len(reports) == 1:
-        return reports[0]
-    lines = [line for report in reports for line in report.lines]
-    return replace(reports[0], lines=lines, what="linear and attention layers")
 
 
 def _facts(line: Int8ReportLine) -> str:

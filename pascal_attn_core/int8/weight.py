@@ -7,7 +7,7 @@ from where that is still there, else the one that its integers stand for. Writin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,22 +30,14 @@ class LowRank:
         self.down, self.up = down, up
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.down.device != x.device:
-            self.down, self.up = self.down.to(x.device), self.up.to(x.device)
-        return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype))
+        down, up = self.down.to(x.device), self.up.to(x.device)
+        if down is not self.down:
+            self.down, self.up = down, up
+        return F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype))
 
     def matrix(self) -> Tensor:
         """The matrix that it adds to the weight, float32 ``[N, K]``."""
         return self.up.float() @ self.down.float()
-
-
-def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> LowRank | None:
-    """Adapters ``(down [R, K], up [N, R], factor)`` on one layer as one; None = there is none."""
-    if not adapters:
-        return None
-    downs = [down.float() for down, _, _ in adapters]
-    ups = [up.float() * factor for _, up, factor in adapters]
-    return LowRank(torch.cat(downs), torch.cat(ups, dim=1))
 
 
 class InFloat:
@@ -153,26 +145,21 @@ class Int8Weight(Tensor):
         """Another weight for the same layer; an alias where it has the same ``in_float``."""
         return Int8Weight(matrix, dtype or self.dtype, in_float=in_float, follows=self.follows, layer=self.layer)
 
-    def write(self, values: Tensor) -> None:
-        """Take other values, ``[N, K]`` of any float dtype."""
-        self.matrix.copy_(quantize_rows(values.detach().to(self.device), self.matrix.rotation))
-        self.in_float.lora = None  # the values hold what it adds
-        self._write_original(values)
-        self._is_another()
-
-    def _is_another(self) -> None:
+    def write(self, values: Tensor, matrix: Int8Matrix | None = None, lora: LowRank | None = None) -> None:
+        """Take other values, ``[N, K]`` of any float dtype, which hold what adapters add but those of ``lora``;
+        ``matrix``: the same in 8 bits, where that is known."""
+        rounded = quantize_rows(values.detach().to(self.device), self.matrix.rotation) if matrix is None else matrix
+        self.matrix.copy_(rounded)
+        self.in_float.lora, old = lora, self.original
+        if old is not None:  # copies of the weight may share the tensor
+            self.in_float.original = values.detach().to(old.device, old.dtype, copy=True)
         if self.layer is not None:
             self.layer.is_another()
 
-    def _write_original(self, values: Tensor) -> None:
-        old = self.original
-        if old is not None:  # copies of the weight may share the tensor
-            self.in_float.original = values.detach().to(old.device, old.dtype, copy=True)
-
     def _set_data(self, values: Tensor) -> None:
         """``weight.data = values``."""
-        if not isinstance(values, Int8Weight) or values.layer is not self.layer:
-            self._is_another()
+        if self.layer is not None and getattr(values, "layer", None) is not self.layer:
+            self.layer.is_another()
         if not isinstance(values, Int8Weight):
             original = self.original
             if original is not None:  # it stays where it is: on the device, or in host memory
@@ -332,14 +319,11 @@ def _empty_like(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
     return weight.like(matrix, InFloat(None, weight.lora), dtype)
 
 
-def _copy(func: Any, target: Int8Weight, source: Any, non_blocking: bool = False) -> Int8Weight:
-    if not isinstance(source, Int8Weight) or source.matrix.rotation != target.matrix.rotation:
-        target.write(source.float_matrix() if isinstance(source, Int8Weight) else source)
-        return target
-    target.matrix.copy_(source.matrix, non_blocking=non_blocking)
-    target._write_original(source.own_matrix())
-    target.in_float.lora = source.lora
-    target._is_another()
+def _copy(func: Any, target: Int8Weight, source: Any, *_: Any) -> Int8Weight:
+    if isinstance(source, Int8Weight) and source.matrix.rotation == target.matrix.rotation:
+        target.write(source.own_matrix(), source.matrix, source.lora)
+    else:
+        target.write(_plain(source))
     return target
 
 

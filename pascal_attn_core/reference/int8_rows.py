@@ -44,10 +44,10 @@ class Int8Matrix(NamedTuple):
         codes, scales = (t.to(device, non_blocking=non_blocking) for t in self[:2])
         return Int8Matrix(codes, scales, self.rotation)
 
-    def copy_(self, other: Int8Matrix, *, non_blocking: bool = False) -> None:
+    def copy_(self, other: Int8Matrix) -> None:
         """Take the numbers of another one with the same rotation."""
         for mine, its in zip(self[:2], other[:2]):
-            mine.copy_(its, non_blocking=non_blocking)
+            mine.copy_(its)
 
 
 def check_rotation(rotation: int, columns: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...fused.linear import LinearCall
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
-from ...int8.backends import LinearWays, backend_of
+from ...int8.backends import LinearWays
 from ...machine.runtime import runtime_of
 from .contest import BenchSettings, Entrant, Result, compete
 
@@ -86,9 +86,10 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[Entrant]:
         add(name, F.linear, *(t.to(getattr(torch, name)) for t in (x, weight, bias)))
     matrix = quantize_rows(weight)
     call = LinearCall(x, matrix, bias, "none", x.new_empty(x.shape[0], matrix.codes.shape[0]))
-    chosen = backend_of(call).name
+    backends = runtime_of(x.device).part(LinearWays)
+    chosen = backends.chosen(call).name
     add("int8", int8_linear, x, matrix, bias, ran=chosen)
-    for name in runtime_of(x.device).part(LinearWays).able(call):
+    for name in backends.able(call):
         if name != chosen:
             add(f"int8 by {name}", functools.partial(int8_linear, way=name), x, matrix, bias)
     rotation = next((group for group in (256, 64, 16) if x.shape[1] % group == 0), 0)

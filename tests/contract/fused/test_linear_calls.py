@@ -24,7 +24,7 @@ from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.linear import LinearCall, run_linear, why_not
 from pascal_attn_core.fused.trust.kernels import KernelUnavailable
 from pascal_attn_core.int8 import int8_linear
-from pascal_attn_core.int8.backends import LinearWays, backend_of
+from pascal_attn_core.int8.backends import LinearWays
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.reference.int8_rows import quantize_rows
@@ -152,7 +152,7 @@ def test_the_kernel_gives_what_int_mm_gives_bit_for_bit(monkeypatch: pytest.Monk
     expected = int8_linear(call.x, call.weight, call.bias, way="int_mm")
     monkeypatch.setattr(LinearWays, "why_no_int_mm", "torch._int_mm: not here")
     with fresh_card(StandIn(CARD, execute)) as kernels:
-        assert backend_of(call) == ("kernel", "")
+        assert runtime_of(CPU).part(LinearWays).chosen(call) == ("kernel", "")
         out = int8_linear(call.x, call.weight, call.bias)
         assert {launch.function for launch in kernels.queued} >= {"pa_linear_quantize", "pa_linear_some"}
     assert torch.equal(out, expected)
@@ -163,10 +163,10 @@ def test_where_both_can_the_faster_one_is_taken_and_the_other_has_a_reason(tmp_p
         ways = timed_by(Clock(1.0, 2.0), tmp_path)
         call = _wide()
         assert ways.able(call) == ["kernel", "int_mm", "float"]
-        assert backend_of(call) == ("kernel", "")
+        assert runtime_of(CPU).part(LinearWays).chosen(call) == ("kernel", "")
         more = _wide(cols=24)
         timed_by(Clock(3.0, 2.0), tmp_path)
-        assert backend_of(more) == ("int_mm", "kernel took 1.50 times as long as int_mm")
+        assert runtime_of(CPU).part(LinearWays).chosen(more) == ("int_mm", "kernel took 1.50 times as long as int_mm")
         queued = len(kernels.queued)
         int8_linear(more.x, more.weight)
         assert len(kernels.queued) == queued
@@ -185,7 +185,7 @@ def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
         driver.faults["cuLaunchKernel"] = fails_once(1)
         out = int8_linear(call.x, call.weight)
         queued = len(kernels.queued)
-        name, why = backend_of(call)
+        name, why = runtime_of(CPU).part(LinearWays).chosen(call)
         assert name == "int_mm"
         assert "invalid argument" in why
         assert torch.equal(int8_linear(call.x, call.weight), out)

@@ -107,8 +107,8 @@ def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | N
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
-def make_engine(*, min_keys: int = 0, nan_guard: bool = True, min_queries: int = 1, **config: Any) -> Any:
+def make_engine(*, min_keys: int = 0, nan_guard: bool = True, **config: Any) -> Any:
     """An engine as the nodes make one; keywords are those of ``AttentionConfig``."""
     module = node_module("engine.engine")
-    settings = module.PatchSettings(module.AttentionConfig(**config), min_keys, nan_guard, min_queries)
+    settings = module.PatchSettings(module.AttentionConfig(**config), min_keys, nan_guard)
     return module.Engine(settings, "Model", "diffusion model", "1")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pascal_attn_core.int8.binding import Int8Binding
 from pascal_attn_core.int8.exchange import Exchange, FloatWeight, Source
-from pascal_attn_core.int8.weight import Int8Weight, LowRank, joined
+from pascal_attn_core.int8.weight import Int8Weight, LowRank
 from pascal_attn_core.reference.int8_rows import quantize_rows
 
 
@@ -96,7 +96,7 @@ def test_an_adapter_stays_in_float_beside_the_base_weight() -> None:
     base = model[0].weight.detach().clone()
     generator = torch.Generator().manual_seed(3)
     down, up = torch.randn(4, 64, generator=generator), torch.randn(128, 4, generator=generator)
-    adapter = joined([(down, up, 0.02)])
+    adapter = LowRank(down, up * 0.02)
     with torch.no_grad():
         model[0].weight += adapter.matrix()
     before, exact = state_of(model), model(x)

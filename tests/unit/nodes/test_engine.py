@@ -31,13 +31,11 @@ def close(out: Tensor, given: tuple[Tensor, ...], **options: Any) -> None:
     torch.testing.assert_close(out.double(), oracle, rtol=1e-2 if out.dtype == torch.float16 else 1e-5, atol=1e-3)
 
 
-def test_a_call_with_too_few_keys_or_queries_is_left_to_the_host() -> None:
-    given = qkv()
-    for limits, least in (({"min_keys": 65}, "fewer than 65 keys"), ({"min_queries": 65}, "fewer than 65 queries")):
-        engine = make_engine(**limits)
-        assert engine.attend(Arguments(*given)) is None
-        assert engine.run.reasons("passed to ComfyUI") == {least: 1}
-    close(make_engine(min_keys=64, min_queries=64).attend(Arguments(*given)), given)
+def test_a_call_with_too_few_keys_is_left_to_the_host() -> None:
+    given, engine = qkv(), make_engine(min_keys=65)
+    assert engine.attend(Arguments(*given)) is None
+    assert engine.run.reasons("passed to ComfyUI") == {"fewer than 65 keys": 1}
+    close(make_engine(min_keys=64).attend(Arguments(*given)), given)
     many_heads = [torch.randn(64, 64, 32, 8) for _ in range(3)]  # 16 MiB of scores
     assert make_engine(min_keys=1024, budget_mib=17).attend(Arguments(*many_heads)) is None
     assert make_engine(min_keys=1024, budget_mib=15).attend(Arguments(*many_heads)) is not None

@@ -17,9 +17,9 @@ from pascal_attn_core.observe.memory import measure
 estimate, trace = (node_module(name) for name in ("estimate.figures", "estimate.trace"))
 text = node_module("estimate.text")
 MIB = 1 << 20
-HOST = estimate.Subject(
-    "Flux", 20 << 30, 10 << 30, 11 << 30, torch.device("cpu"), DeviceInfo("cpu", "CPU"), "", 64, 1024
-)
+MEMORY = {"weight_bytes": 20 << 30, "available_bytes": 10 << 30, "total_bytes": 11 << 30}
+AT = {"device": torch.device("cpu"), "info": DeviceInfo("cpu", "CPU"), "attention": ""}
+HOST = estimate.Subject("Flux", **MEMORY, **AT, ffn_budget_mib=64)
 
 
 class Block(nn.Module):

@@ -137,7 +137,12 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
     facts = ["taken 4 x tiled, q[", "in double 0 to double 1: no kernel", "passed 7 x passed to ComfyUI, q["]
     facts += ["in double 1: fewer than"]
     facts += ["5 s in attention of 10 s (50%)", "+63 MiB", "11 calls, 4 taken (tiled 4), 7 passed to ComfyUI"]
-    facts += ["63 MiB at most in a call", "972 MiB of scores at least", "7 GiB at the peak of", "halved 2 times"]
+    facts += [
+        "at most 63 MiB in a call",
+        "would store at least 972 MiB",
+        "memory in the run was 7 GiB",
+        "halved 2 times",
+    ]
     facts += ["1 output not finite", "note compiled", "WARNING beware"]
     assert [fact for fact in facts if fact not in text] == []
 
