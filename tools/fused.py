@@ -135,9 +135,7 @@ def read_digests(text: str | None = None) -> dict[str, str]:
 
 
 def _table_text(text: str | None) -> str:
-    if text is not None:
-        return text
-    return TABLE.read_text() if TABLE.exists() else ""
+    return TABLE.read_text() if text is None else text
 
 
 def read_table(text: str | None = None) -> dict[str, dict[int, str]]:
@@ -155,9 +153,7 @@ def write_table(archs: Iterable[int], kinds: Iterable[str], earlier: Earlier | N
     rows = read_table()
     known = read_table(earlier.table) if earlier else {}
     jobs = []
-    for variant in every_variant():
-        if variant.kind not in kinds:
-            continue
+    for variant in (each for each in every_variant() if each.kind in kinds):
         same = known.get(variant.name, {}) if earlier and earlier.has(variant, what_is_read=True) else {}
         for arch in archs_of(variant):
             if arch in archs and arch in same:
@@ -254,7 +250,7 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
             beside = packing(variant, compiled(variant, 61).cubin) / counted[0]
             print(f"   packing a token: as many as {beside:.0f} scores, {beside / 4096:.1%} of a call of 4,096 tokens")
         made = sum(KERNELS[kind].products for kind in ("grad_query", "grad_key_value"))
-        print("linear layer in 8 bits, K = N, of whole tiles: the product, its loop, with rounding, and with rotation")
+        print("linear layer in 8 bits, K = N, of whole tiles: the product, and with rounding")
         for size in (1024, 3072):
             print(f"{size:25} " + " ".join(f"{value:5.1%}" for value in linear_share(nvrtc(61), size, size)))
         print("GGUF weights, x in 8 bits: dp4a in the main loop, and float32 instructions for its")

@@ -179,10 +179,13 @@ def lds_cycles(wave: Wave, i: Instruction) -> int:
     return cycles
 
 
+Waves = list[list[Event]]
+
+
 class Block(NamedTuple):
     """Events of the waves of one block, and how many blocks a compute unit holds. rows: queries of a block."""
 
-    waves: list[list[Event]]
+    waves: Waves
     resident: int
     rows: int
     cols: int
@@ -280,13 +283,7 @@ def main_blocks(events: list[Event]) -> list[Event]:
 
 
 def pace(
-    few: list[list[Event]],
-    many: list[list[Event]],
-    blocks: int,
-    tiles: tuple[int, int],
-    timing: Timing = GCN,
-    *,
-    banks: bool = False,
+    few: Waves, many: Waves, blocks: int, tiles: tuple[int, int], timing: Timing = GCN, *, banks: bool = False
 ) -> Pace:
     units = [ComputeUnit([waves] * blocks, timing, banks=banks) for waves in (few, many)]
     cycles = [unit.run() for unit in units]
@@ -311,15 +308,12 @@ def time_of(heads: int, tokens: int, variant: Variant, name: str, *, banks: bool
     shape = (1, heads, tokens, variant.head_dim)
     query, key, value = (torch.empty(shape, dtype=getattr(torch, variant.dtype), device="meta") for _ in range(3))
     call = check_call(query, key, value)
-    if variant.on_tensor_cores:
-        plan = tensor_plan(call, card.units, None, arch=variant.arch)
-    else:
-        plan = plan_call(call, card.units, arch=variant.arch)
+    plan_of = tensor_plan if variant.on_tensor_cores else plan_call
+    plan = plan_of(call, card.units, None, arch=variant.arch)
     launches = forward_launches(call, plan, empty_output(call))
     seconds = LAUNCH * (len(launches) - 1) + sum(_seconds(launch, name, banks=banks) for launch in launches)
-    return Time(
-        seconds, plan.tail.ranges if plan.tail else plan.splits, tokens - plan.tail.first if plan.tail else tokens
-    )
+    ranges, first = (plan.tail.ranges, plan.tail.first) if plan.tail else (plan.splits, 0)
+    return Time(seconds, ranges, tokens - first)
 
 
 def _seconds(launch: Launch, name: str, *, banks: bool) -> float:

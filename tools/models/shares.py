@@ -23,8 +23,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
 
 from pascal_attn_core.fused.code.kinds import CHUNK_WORDS, INT8_LINEAR, QUANTIZE, TILES
 from pascal_attn_core.fused.code.source import Variant, source
@@ -169,13 +167,11 @@ def _trips(variant: Variant, kernel: Kernel, found: int) -> list[int]:
     return expected
 
 
-def _leave_out_edges(
-    instructions: list[Instruction], tile_loop: tuple[int, int], weights: dict[int, float], flush_tiles: int
-) -> None:
-    for branch in within(instructions, tile_loop):
+def _leave_out_edges(code: list[Instruction], tile_loop: Loop, weights: dict[int, float], flush_tiles: int) -> None:
+    for branch in within(code, tile_loop):
         if branch.target is None or not branch.guarded or not branch.address < branch.target <= tile_loop[1]:
             continue
-        skipped = [i for i in instructions if branch.address < i.address < branch.target]
+        skipped = [i for i in code if branch.address < i.address < branch.target]
         kinds = {i.kind for i in skipped if not (i.kind == "LDG" and i.guarded)}
         has_mean = "MUFU" in kinds and kinds & {*_MEMORY} == {"LDG"}  # of int8_attention.cu: few tiles have a sink
         if has_mean or not kinds & {*_MEMORY, "FFMA"}:
@@ -190,61 +186,34 @@ def _leave_out_edges(
 
 # ---- linear layers in 8 bits -----------------------------------------------------------------------------------------
 
-_DECIDED = {"p.activation": "0", "p.is_gated": "0", "p.bias_kind": "1", "p.in_fours": "3"}
+_DECIDED = {"p.activation": "0", "p.is_gated": "0", "p.bias_kind": "1", "p.in_fours": "3", "p.rotation": "0"}
 _ROWS_OF_THREAD, _HALVES = 8, 2
 _FFMA_SHARE = 0.85  # of a float32 product
 _ELEMENTS_OF_THREAD = 32  # that pa_linear_quantize keeps: KEPT pieces of 8
 
 
-class LinearShare(NamedTuple):
-    """
-    Attributes:
-        product: of the kernel that multiplies; main_loop: of its loop alone.
-        whole: with the rounding of x; rotated: with the rotation of x in groups of 256 as well.
-    """
-
-    product: float
-    main_loop: float
-    whole: float
-    rotated: float
-
-
-def linear_share(
-    library: Nvrtc, columns: int, rows_of_weight: int, dtype: int = 1, chunk_words: int = CHUNK_WORDS
-) -> LinearShare:
-    """Share of dp4a in a layer with whole tiles.
+def linear_share(library: Nvrtc, columns: int, rows_of_weight: int, dtype: int = 1) -> tuple[float, float]:
+    """Share of dp4a in a layer with whole tiles: of the kernel that multiplies, and of that with the rounding of x.
 
     Args:
-        columns: K; rows_of_weight: N.
-        dtype: PA_DTYPE; chunk_words: CHUNK of the text.
+        columns: K; rows_of_weight: N; dtype: PA_DTYPE.
     Raises:
         ValueError: the loops found are not those that the source has.
     """
-    tile = TILES["pa_linear"]
-    plain, turned = (_compiled(library, dtype, rotation) for rotation in (0, 256))
-    chunks = columns // (4 * chunk_words)
-    issued, loop = _product(maxwell(plain["pa_linear"]), chunks)
-    per_chunk = tile.rows * tile.cols // tile.threads * chunk_words
-    if loop.count("IDP") != per_chunk:
-        raise ValueError(f"found {loop.count('IDP')} dp4a in the loop, want {per_chunk}")
-    needed = per_chunk * chunks
-    outputs = tile.rows * tile.cols // tile.threads
-    # Of a thread's share of the rounding: what its outputs cost, were each element of x rounded for N outputs.
-    rounded = [len(_reached(maxwell(code[QUANTIZE]))) / _ELEMENTS_OF_THREAD for code in (plain, turned)]
-    whole, rotated = (needed / (issued + each * columns * outputs / rows_of_weight) for each in rounded)
-    return LinearShare(needed / issued, per_chunk / len(loop), whole, rotated)
-
-
-@cache
-def _compiled(library: Nvrtc, dtype: int, rotation: int) -> dict[str, bytes]:
-    text = source(INT8_LINEAR)
-    for what, value in {**_DECIDED, "p.rotation": str(rotation)}.items():
+    tile, text = TILES["pa_linear"], source(INT8_LINEAR)
+    for what, value in _DECIDED.items():
         text = text.replace(what, value)
-    return sections(library.compile(text, 61, {"PA_DTYPE": dtype}).cubin)
+    code = sections(library.compile(text, 61, {"PA_DTYPE": dtype}).cubin)
+    issued = _product(maxwell(code["pa_linear"]), columns // (4 * CHUNK_WORDS))
+    outputs = tile.rows * tile.cols // tile.threads
+    needed = outputs * columns // 4
+    # Of a thread's share of the rounding: what its outputs cost, were each element of x rounded for N outputs.
+    rounded = len(_reached(maxwell(code[QUANTIZE]))) / _ELEMENTS_OF_THREAD
+    return needed / issued, needed / (issued + rounded * columns * outputs / rows_of_weight)
 
 
-def _product(instructions: list[Instruction], chunks: int) -> tuple[int, list[str]]:
-    """Instructions that a thread issues, and the kinds of those in the loop over chunks."""
+def _product(instructions: list[Instruction], chunks: int) -> int:
+    """Instructions that a thread issues."""
     reached = _reached(instructions)
     kinds = {loop: [i.kind for i in within(instructions, loop)] for loop in loops(reached)}
     main = [loop for loop in kinds if "IDP" in kinds[loop]]
@@ -259,23 +228,13 @@ def _product(instructions: list[Instruction], chunks: int) -> tuple[int, list[st
         for (first, last), times in trips.items():
             count *= times if first <= i.address <= last else 1
         issued += count
-    return issued, kinds[main[0]]
+    return issued
 
 
-class GgufShare(NamedTuple):
-    """
-    Attributes:
-        dp4a: its share in the main loop.
-        gain: instructions of a float32 product with 85 % FFMA for those of the main loop.
-    """
-
-    dp4a: float
-    gain: float
-
-
-def gguf_share(cubin: bytes) -> GgufShare:
-    """Shares of the product with GGUF weights of many rows. The loop runs once for each 32 columns; what is jumped over
-    there and does not multiply loads or stores a chunk of 64 columns, every other time.
+def gguf_share(cubin: bytes) -> tuple[float, float]:
+    """Of the product with GGUF weights of many rows, in the main loop: the share of dp4a, and instructions of a float32
+    product with 85 % FFMA for one there. The loop runs once for each 32 columns; what is jumped over and does not
+    multiply loads or stores a chunk of 64 columns, every other time.
 
     Raises:
         ValueError: there is not one loop with dp4a.
@@ -291,7 +250,7 @@ def gguf_share(cubin: bytes) -> GgufShare:
         if not any(i.kind == "IDP" for i in skipped):
             halved |= {i.address for i in skipped}
     issued, products = len(body) - len(halved) / 2, sum(i.kind == "IDP" for i in body)
-    return GgufShare(products / issued, 4 * products / _FFMA_SHARE / issued)
+    return products / issued, 4 * products / _FFMA_SHARE / issued
 
 
 def _reached(instructions: list[Instruction]) -> list[Instruction]:

@@ -43,20 +43,20 @@ def backward_launches(
     if plan.ranges == (1, 1):
         return launches
     delta, query, key = launches
-    query_steps, key_steps = {"dqb": grads[0].stride(0)}, {"dkb": grads[1].stride(0), "dvb": grads[2].stride(0)}
-    return [delta, *_by_ranges(query, of_query, query_steps), *_by_ranges(key, of_key, key_steps)]
+    return [delta, *_by_ranges(query, of_query, dqb=grads[0]), *_by_ranges(key, of_key, dkb=grads[1], dvb=grads[2])]
 
 
-def _by_ranges(launch: Launch, ranges: int, steps: dict[str, int]) -> Iterator[Launch]:
-    """A launch of gradients as one for each batch element, to which ranges of the columns are its batch. ``steps``:
-    from the gradients of one range to those of the next, in elements."""
+def _by_ranges(launch: Launch, ranges: int, **grads: Tensor) -> Iterator[Launch]:
+    """A launch of gradients as one for each batch element, to which ranges of the columns are its batch. ``grads``:
+    those that it writes, by the parameter that leads from one range to the next."""
     if ranges == 1:
         yield launch
         return
     variant: Any = launch.variant
     whole: Any = launch.params
-    numbers = {"batches": ranges, "qb": 0, "gb": 0, "lb": 0, "kb": 0, "vb": 0, **steps}
-    columns = whole.lk if "dqb" in steps else whole.lq
+    numbers = {"batches": ranges, "qb": 0, "gb": 0, "lb": 0, "kb": 0, "vb": 0}
+    numbers |= {name: grad.stride(0) for name, grad in grads.items()}
+    columns = whole.lk if "dqb" in grads else whole.lq
     if variant.on_tensor_cores:
         cols = variant.geometry.cols
         length = -(-columns // (ranges * cols)) * cols
@@ -65,7 +65,7 @@ def _by_ranges(launch: Launch, ranges: int, steps: dict[str, int]) -> Iterator[L
         length = columns // ranges
         of_keys = {"lk": length, "kb": length * whole.ks, "vb": length * whole.vs}
         of_queries = {"lq": length, "qb": length * whole.qs, "gb": length * whole.gs, "lb": length}
-        numbers |= of_keys if "dqb" in steps else of_queries
+        numbers |= of_keys if "dqb" in grads else of_queries
     item = launch.keep[1].element_size()
     batch_bytes = {name: item * getattr(whole, f"{name}b") for name in ("q", "k", "v", "g", "dq", "dk", "dv")}
     batch_bytes |= dict.fromkeys(("delta", "shift", "bits"), 4 * whole.lb)
@@ -74,7 +74,8 @@ def _by_ranges(launch: Launch, ranges: int, steps: dict[str, int]) -> Iterator[L
         begins = {name: getattr(whole, name) + b * step for name, step in batch_bytes.items()}
         for name, number in (begins | numbers).items():
             setattr(params, name, number)
-        yield launch._replace(grid=(*launch.grid[:2], ranges), params=params, work=launch.work // whole.batches)
+        grid, keep = (*launch.grid[:2], ranges), (*launch.keep, *grads.values())
+        yield launch._replace(grid=grid, params=params, keep=keep, work=launch.work // whole.batches)
 
 
 def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:

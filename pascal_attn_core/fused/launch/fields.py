@@ -122,9 +122,7 @@ def result_fields(tensor: Tensor, name: str, prefix: str) -> dict[str, int]:
     (batch), h (head), and where its last dimension is not that of the tokens s (tokens)."""
     batch, head, tokens, *columns = steps(tensor)
     fields = {name: tensor.data_ptr(), f"{prefix}b": batch, f"{prefix}h": head}
-    if columns:
-        fields[f"{prefix}s"] = tokens
-    return fields
+    return fields | {f"{prefix}s": tokens} if columns else fields
 
 
 def softcap_fields(call: AttentionCall) -> dict[str, float]:

@@ -144,16 +144,12 @@ def plan_call(
     gradients = plain_gradients(call, arch) if for_grad else ()
     ranges = _gradient_ranges(call, gradients, num_sms, capability)
     whole, split = (variant_of(call, kind, arch) for kind in forward_kinds(call))
-    if packed is None:
-        places = num_sms * resident_blocks(split, capability)
-        splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
-        if splits:
-            return Plan(split, splits, gradients, ranges=ranges)
-        if arch:
-            tail = tail_rows(call, whole, variant_of(call, RANGES, arch), num_sms)
-            return Plan(whole, 0, gradients, tail=tail, ranges=ranges)
-        return Plan(whole, 0, gradients, ranges=ranges)
-    return Plan(whole, 0, gradients, packed)
+    if packed is not None:
+        return Plan(whole, 0, gradients, packed)
+    places = num_sms * resident_blocks(split, capability)
+    splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
+    tail = tail_rows(call, whole, variant_of(call, RANGES, arch), num_sms) if arch and not splits else None
+    return Plan(split if splits else whole, splits, gradients, tail=tail, ranges=ranges)
 
 
 def variant_of(call: AttentionCall, kind: str, arch: str = "") -> Variant:
@@ -240,8 +236,8 @@ def _fullness(rows: int, tile_rows: int) -> float:
 
 # The speed of the kernel for few query rows in units of that of the wide one, on a full card. A warp with one tile of
 # 16 rows reads twice as much shared memory for each product as one with two. The second number: one block alone on its
-# multiprocessor.
-_SMALL_SPEED, _ALONE = 0.65, 0.6
+# multiprocessor. The third: the first on Volta at head_dim 128, by tools/models/tensor.py.
+_SMALL_SPEED, _ALONE, _SMALL_ON_VOLTA = 0.65, 0.6, 0.86
 # Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers, by
 # tools/models/tensor.py. Without a mask it is as fast.
 _LISTED_SPEED = 0.94
@@ -336,7 +332,8 @@ class Shape(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _fastest(shape: Shape, wide: Variant, small: Variant, even: Variant, num_sms: int) -> tuple[int, Pieces | None]:
     """The answer of :func:`tensor_splits`, and the blocks of the kernel that lists them where that one is faster."""
-    splits, best = tensor_splits(shape, wide.geometry, small.geometry, num_sms)
+    speed = _SMALL_ON_VOLTA if (small.kind, small.head_dim) == ("volta_small", 128) else _SMALL_SPEED
+    splits, best = tensor_splits(shape, wide.geometry, small.geometry, num_sms, speed)
     if even.arch or not even.exists:
         return splits, None
     own = even.geometry
@@ -350,15 +347,16 @@ def _fastest(shape: Shape, wide: Variant, small: Variant, even: Variant, num_sms
 
 
 @functools.lru_cache(maxsize=1024)
-def tensor_splits(shape: Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: int) -> tuple[int, float]:
+def tensor_splits(shape: Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: int, speed: float) -> tuple[int, float]:
     """Return the number of ranges into which the kernel for few query rows cuts the keys, and the cost of that
-    (:func:`_busiest`). Its tiles hold the queries of all heads of a group. 0 ranges: the wide kernel takes the call."""
+    (:func:`_busiest`). Its tiles hold the queries of all heads of a group. 0 ranges: the wide kernel takes the call.
+    ``speed``: of that kernel, in units of the wide one's."""
     heads = shape.batch * shape.heads
     best, chosen = _busiest(_keys_met(shape, wide, 1), heads, 1, wide, num_sms), 0
     units, met = heads // shape.groups, _keys_met(shape, own, shape.groups)
     most = min(MAX_SPLITS, max(1, shape.keys // (2 * own.cols)))
     for splits in range(1, most + 1):
-        cost = _busiest(met, units, splits, own, num_sms) / _SMALL_SPEED + (_JOINING if splits > 1 else 0)
+        cost = _busiest(met, units, splits, own, num_sms) / speed + (_JOINING if splits > 1 else 0)
         if cost < 0.95 * best:
             best, chosen = cost, splits
         if units * len(met) * splits > own.blocks * num_sms:  # more parts only add to what is joined

@@ -59,7 +59,7 @@ class Repeat(NamedTuple):
         """Make it from launches that have been queued by ``queue``, and the tensors of their fields, in the order of
         _FIELDS. All other addresses must be those of memory that a launch keeps, and whose content no other code has
         made."""
-        tensors = dict(zip(_FIELDS, (*given, *results)))
+        tensors: dict[str, Any] = dict(zip(_FIELDS, (*given, *results)))
         places = {name: place for place, name in enumerate(tensors)}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
         before: Any = None
@@ -69,7 +69,7 @@ class Repeat(NamedTuple):
             own = []
             for name, address in _addresses(launch.params):
                 if name in places:
-                    own.append((name, places[name], address - _address(tensors[name])))
+                    own.append((name, places[name], address - tensors[name].data_ptr()))
                     continue
                 tensor = next(t for t in launch.keep if 0 <= address - t.data_ptr() < t.nbytes)
                 if tensor.data_ptr() not in begins:
@@ -129,10 +129,6 @@ class Repeats(dict[Any, Repeat]):
         """:meth:`.Repeat.again`, or None where nothing is kept for what is asked."""
         repeat = self.get(asked)
         return None if repeat is None else repeat.again(given, numbers)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _addresses(params: Params) -> list[tuple[str, int]]:

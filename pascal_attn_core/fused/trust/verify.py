@@ -163,6 +163,7 @@ def _reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 DELTAS = ("pa_delta", "pa_tensor_delta")
+RANGES = (1, 2)  # of the columns, see ``Plan``
 
 
 def _gradient_error(variant: Variant, call: AttentionCall, run: Run) -> float:
@@ -171,13 +172,18 @@ def _gradient_error(variant: Variant, call: AttentionCall, run: Run) -> float:
     call = call if packed is None else replace(call, offset=0)
     out, lse = out.to(call.query), lse.to(call.query.device, torch.float32)
     log_sum = torch.zeros_like(lse) if call.has_bias else None
-    grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
-    plan, targets = Plan(variant, 0, all_gradients(variant), packed), (grads[0], grads[1], grads[2])
-    launches = backward_launches(call, plan, _grad_out(call), out, lse, log_sum, None, targets)
-    launches = packed_launches(launches, packed)
-    run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
-    pairs = list(zip(grads, expected))[variant.gradients]
-    return max(gap(found.cpu(), right).relative for found, right in pairs)
+    has_ranges = variant.on_tensor_cores and packed is None and call.attn_mask is None
+    errors = []
+    for ranges in RANGES[: 1 + has_ranges]:  # on plain cores they are batches to the kernel
+        shapes = ((*(ranges,) * (ranges > 1), *t.shape) for t in (call.query, call.key, call.value))
+        query, key, value = (call.query.new_full(shape, float("nan")) for shape in shapes)
+        plan = Plan(variant, 0, all_gradients(variant), packed, ranges=(ranges, ranges))
+        launches = backward_launches(call, plan, _grad_out(call), out, lse, log_sum, None, (query, key, value))
+        launches = packed_launches(launches, packed)
+        run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
+        pairs = list(zip((query, key, value), expected))[variant.gradients]
+        errors += [gap(found.cpu().sum_to_size(right.shape), right).relative for found, right in pairs]
+    return max(errors)
 
 
 def all_gradients(variant: Variant) -> tuple[Variant, ...]:

@@ -265,6 +265,7 @@ VARIANTS = (
     Variant("grad_key_value", 64, "float16", "bool"),
     Variant("grad_all", 128, "float16"),
     Variant("int8", 64, "float32"),
+    Variant("tensor_grad_query", 64, "float16"),
 )
 # One number or sign of the source made wrong.
 WRONG = {
@@ -274,6 +275,7 @@ WRONG = {
     "grad_all": ("atomicAdd(row + c * 32, own[", "atomicAdd(row + c * 32, -own["),
     "grad_key_value": ("S[i][j] * (dP[i][j] - delta)", "S[i][j] * dP[i][j]"),
     "int8": ("row_sum[i] *= fade;", ""),
+    "tensor_grad_query": ("at.b * p.range + p.range_end", "p.range_end"),  # the second range of columns has none
 }
 
 

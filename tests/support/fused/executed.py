@@ -64,7 +64,7 @@ def largest_error_far(variant: Compilation, code_of: CodeOf, **how: Any) -> floa
     def splits(*given: Any, original: Callable[..., int] = verify._splits) -> int:
         return original(*given) and max(_RANGES, original(*given))
 
-    changed = {"sample_call": sample_call, "_splits": splits, "gap": _gap_of(variant)}
+    changed = {"sample_call": sample_call, "_splits": splits, "gap": _gap_of(variant), "RANGES": (1,)}
     with deterministic(), torch.no_grad(), mock.patch.multiple(verify, **changed), lse_too() as found:
         run: verify.Run = lambda launches: execute(map(far, launches), code_of, **how)  # noqa: E731
         error = verify.largest_error(variant, CPU, run, _many_keys(variant))

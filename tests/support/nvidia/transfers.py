@@ -8,7 +8,7 @@ from .code import Instruction, Operand
 from .operations import define, operation
 from .warps import BITS, F32, I32, I64, LANES, POISON, U32, U64, Array, Warps, bits_of
 
-_SIZES = {"U8": 1, "U16": 2, "32": 4, "64": 8, "128": 16}
+_SIZES = {"U8": 1, "U16": 2, "S16": 2, "32": 4, "64": 8, "128": 16}
 _HINTS = "E U LU SYS GPU STRONG CONSTANT CI CV WT"  # which memory, and which caches
 _OPTIONS = f"{' '.join(_SIZES)} {_HINTS}"
 
@@ -132,10 +132,10 @@ def _ldl(m: Warps, i: Instruction) -> None:
     _put_words(m, d, found)
 
 
-@operation("STL", options="64 128")
+@operation("STL", options="S16 64 128")
 def _stl(m: Warps, i: Instruction) -> None:
     target, source = i.operands
-    size = _size(i)
+    size = max(4, _size(i))  # of a word with 16 bits the upper half is never read
     m.local[_local_places(m, target, size)] = _words_of(m, source, size)
 
 
@@ -149,10 +149,12 @@ def _cs2r(m: Warps, i: Instruction) -> None:
     m.put_wide(i.operands[0], m.special[i.operands[1].name][m.rows].astype(U64))
 
 
-@operation("LDC", options="64")
+@operation("LDC", options="U8 64")
 def _ldc(m: Warps, i: Instruction) -> None:
     d, source = i.operands
-    words = [m.constant(source, n) for n in range(2 if "64" in i.options else 1)]
+    words = [m.constant(source, n) for n in range(max(1, _size(i) // 4))]
+    if "U8" in i.options:
+        words[0] = words[0] >> U32(8 * (source.offset % 4)) & U32(0xFF)
     for n, word in enumerate(words):
         m.put(d.after(n), word)
 

@@ -119,22 +119,18 @@ def test_most_instructions_of_a_linear_layer_in_8_bits_are_dp4a() -> None:
         itertools.product(range(3), [(1024, 0.79, 0.72), (3072, 0.85, 0.82)]), 6
     ):
         found = linear_share(LIBRARY, columns, columns, dtype)
-        assert found.main_loop >= 0.88
-        assert found.product >= product
-        assert found.whole >= whole
-        assert found.rotated >= whole - 0.03
-    with pytest.raises(ValueError, match=r"found 512 dp4a in the loop, want"):
-        linear_share(LIBRARY, 1024, 1024, chunk_words=16)
+        assert found[0] >= product
+        assert found[1] >= whole
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("variant", gguf_linear_variants(), ids=lambda variant: variant.name)
 def test_the_product_with_gguf_weights_is_mostly_dp4a(variant: GgufLinearVariant) -> None:
-    found, is_large = gguf_share(_cubin(variant)), variant.rows == 8
+    (found, gain), is_large = gguf_share(_cubin(variant)), variant.rows == 8
     least = {"Q8_0": 0.65, "Q4_0": 0.65, "Q5_0": 0.62, "Q3_K": 0.595}.get(variant.format, 0.60)
     of_small = 0.53 if variant.format in ("Q6_K", "Q3_K") else least - 0.05
-    assert found.dp4a >= (least if is_large else of_small)
-    assert found.gain >= (2.8 if is_large else 2.49)
+    assert found >= (least if is_large else of_small)
+    assert gain >= (2.8 if is_large else 2.49)
 
 
 def test_no_kernel_that_ships_is_of_another_source() -> None:
