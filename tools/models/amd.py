@@ -149,7 +149,7 @@ def event(wave: Wave, i: Instruction, timing: Timing) -> Event:
         cycles = timing.turn * (4 if _SLOW.match(i.name) else 2 if _HALF_RATE.match(i.name) else 1)
         return Event("vector", cycles, products=sum(bool(_PRODUCT.match(part.name)) for part in i.both or (i,)))
     if i.name.startswith("ds_"):
-        return Event("lds", lds_cycles(wave, i))
+        return Event("lds", lds_cycles(wave, i), counter="lgkmcnt")
     if i.name.startswith(("global_", "flat_")):
         counter = wave.store_counter if "store" in i.name else "vmcnt"
         return Event("memory", 16 if "x4" in i.name else 8 if "x2" in i.name else 4, counter=counter)

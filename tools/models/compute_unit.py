@@ -64,7 +64,7 @@ class Event(NamedTuple):
         kind: "vector", "lds", "memory", "scalar load", "scalar", "branch", "wait" or "barrier".
         cycles: that it occupies its unit; waits: of a wait, how many transfers may stay under way.
         products: how many times it multiplies and adds floats: 2 for two instructions that RDNA 3 issues at once.
-        counter: that a transfer to or from global memory is counted in.
+        counter: that a transfer is counted in.
         after: (how many instructions before, cycles): of those whose results it reads, while they may be new.
         stall: cycles more, if operands of the same bank are not gathered before.
     """
@@ -123,6 +123,7 @@ class ComputeUnit:
                 min(self.simds, key=len).append(wave)
         self.vector_cycles = self.lds_cycles = 0
         self._free = {kind: [0] * timing.pipes for kind in ("lds", "memory")}
+        self._limits = {"lds": (timing.most, timing.lds), "memory": (_MOST_OF_MEMORY, timing.memory)}
         self._vector_free = [0] * SIMDS
 
     def run(self) -> int:
@@ -168,14 +169,11 @@ class ComputeUnit:
             self.vector_cycles += cycles
         elif e.kind in self._free:
             pipe = (wave.group.number if e.kind == "lds" else simd // 2) % self._timing.pipes
-            counter = "lgkmcnt" if e.kind == "lds" else e.counter
-            queue, free = wave.counters[counter], self._free[e.kind]
-            most = self._timing.most if e.kind == "lds" else _MOST_OF_MEMORY
+            queue, free, (most, latency) = wave.counters[e.counter], self._free[e.kind], self._limits[e.kind]
             if len(queue) >= most or free[pipe] > cycle + _QUEUE:
                 return
             free[pipe] = max(cycle, free[pipe]) + e.cycles
             self.lds_cycles += e.cycles if e.kind == "lds" else 0
-            latency = self._timing.lds if e.kind == "lds" else self._timing.memory
             queue.append(max(free[pipe] + latency, queue[-1] if queue else 0))
         elif e.kind == "scalar load":
             queue = wave.counters["lgkmcnt"]
