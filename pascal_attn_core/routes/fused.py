@@ -418,11 +418,11 @@ def _wins_untimed(call: AttentionCall) -> bool:
 
     From compute capability 8.0 on it took 0.60 to 0.88 of the time of torch's kernel with a mask or a short head_dim.
     In float32 it took 0.79 to 0.94 of the time of torch's kernel for older cards, built for the H200; gradients of
-    head_dim 64 and causal calls were slower."""
+    head_dim 64 and causal calls were slower. Before 7.0 torch's kernel of gradients has one block for each head."""
     capability = runtime_of(call.query.device).info.capability
     if capability is None or call.has_band:
         return False
     if capability >= (8, 0):
         return not call.needs_grad and (call.attn_mask is not None or call.head_dim < 64)
     is_measured = call.query.dtype == torch.float32 and call.head_dim <= 128
-    return is_measured and not (call.needs_grad and 64 <= call.head_dim < 128)
+    return is_measured and not (call.needs_grad and 64 <= call.head_dim < 128 and capability >= (7, 0))

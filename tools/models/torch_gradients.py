@@ -2,7 +2,7 @@
 ``python -m tools.models.torch_gradients FOLDER``.
 
 The folder holds the machine code of libtorch_cuda.so of torch 2.6.0: ``cuobjdump -arch sm_60 -xelf all`` puts it there,
-which comes with Triton 3.0. Counted are tiles of 64 keys behind the first ones, whose parts of dQ are added to memory.
+which comes with Triton 3.0; ``make nvdisasm`` brings what reads it. Counted are tiles of 64 keys behind the first two.
 """
 
 from __future__ import annotations

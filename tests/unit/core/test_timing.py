@@ -215,7 +215,8 @@ def test_what_torch_takes_only_rewritten_is_ours_unless_it_was_timed_as_slower(m
     [
         (64, {}, "fused"),
         (64, {"is_causal": True}, "torch"),
-        (64, {"needs_grad": True}, "torch"),
+        (64, {"needs_grad": True}, "fused"),
+        (64, {"needs_grad": True, "capability": (7, 0)}, "torch"),
         (128, {"needs_grad": True}, "fused"),
         (40, {"needs_grad": True}, "fused"),
         (160, {}, "torch"),
@@ -226,7 +227,8 @@ def test_what_torch_takes_only_rewritten_is_ours_unless_it_was_timed_as_slower(m
 def test_untimed_what_was_measured_on_an_h200_counts(head_dim: int, options: dict[str, Any], expected: str) -> None:
     made = {"dtype": options.get("dtype"), "requires_grad": options.get("needs_grad", False)}
     tensors = [torch.empty(1, 8, 600, head_dim, **made) for _ in range(3)]
-    assert _choice(check_call(*tensors, is_causal=options.get("is_causal", False)), None)[0] == expected
+    card = replace(CARD, capability=options.get("capability", CARD.capability))
+    assert _choice(check_call(*tensors, is_causal=options.get("is_causal", False)), None, card)[0] == expected
 
 
 def test_a_call_too_short_to_matter_is_not_timed() -> None:
