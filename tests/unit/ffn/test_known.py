@@ -15,7 +15,7 @@ from attn_support.ffn_zoo import CASES
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pascal_attn_core.ffn import forward, patch_ffn
+from pascal_attn_core.ffn import forward, known, patch_ffn
 from pascal_attn_core.int8 import patch_linear_int8
 from pascal_attn_core.observe.memory import measure
 
@@ -112,6 +112,15 @@ def test_whatever_changes_counts_in_the_very_next_call(change: Callable[[Any], A
                 torch.manual_seed(1)
                 torch.testing.assert_close(out, plain(x))
     assert patch is not None
+
+
+def test_what_a_layer_is_set_to_belongs_to_the_state() -> None:
+    """On a GPU the random numbers of slices are others than those of the whole; on a CPU they may be the same."""
+    for change in (lambda m: m[3].train(), lambda m: setattr(m[3], "p", 0.25), lambda m: setattr(m[0], "eps", 0.5)):
+        module = _known()
+        before = known.state_of(module)
+        change(module)
+        assert known.state_of(module) != before
 
 
 SEEN: list[int] = []
