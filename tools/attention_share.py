@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core.patching.interception import SdpaMode, bind_sdpa
-from tools.families import sections
+from tools.families import Family, sections
 from tools.families.table import TABLE
 
 
@@ -33,11 +32,7 @@ class Step(NamedTuple):
     linear: int
     convolution: int
 
-    @property
-    def share(self) -> float:
-        return self.attention / sum(self)
-
-    def gain(self, attention: float = 1.5, linear: float = 1.0) -> float:
+    def gain(self, attention: float, linear: float) -> float:
         """How many times as fast the step gets if attention and linear layers get so many times as fast."""
         return sum(self) / (self.attention / attention + self.linear / linear + self.convolution)
 
@@ -56,13 +51,13 @@ class _Attention:
         return call.query.new_empty(*rows, call.value.shape[-1])
 
 
-def count(build: Callable[[], nn.Module], run: Callable[[nn.Module], object]) -> Step:
-    """The operations of ``run`` with a model that ``build`` makes on the meta device."""
+def count(family: Family) -> Step:
+    """The operations of one call of a model, made on the meta device."""
     with torch.device("meta"):
-        model = build().eval()
+        model = family.as_given().eval()
         attention, rest = _Attention(), FlopCounterMode(display=False)
         with torch.no_grad(), rest, SdpaMode(attention):
-            run(model)
+            model(**family.arguments())
     by_operator = rest.get_flop_counts()["Global"]
     convolution = sum(flops for operator, flops in by_operator.items() if "conv" in str(operator))
     return Step(attention.flops, rest.get_total_flops() - convolution, convolution)
@@ -77,7 +72,7 @@ def main() -> None:
     print(f"| one step | attention | linear | convolution | {words} gives |")
     print("|---|---|---|---|---|")
     for family in sections(TABLE.with_name("published.txt"))["steps"]:
-        step = count(family.as_given, lambda model: model(**family.arguments()))  # noqa: B023  called at once
+        step = count(family)
         shares = " | ".join(f"{part / sum(step):.1%}" for part in step)
         print(f"| {family.variant} | {shares} | {step.gain(**faster):.2f} times |", flush=True)
 

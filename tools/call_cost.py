@@ -10,7 +10,6 @@ function that computes nothing is taken off. On a card that is here the driver's
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import itertools
 import sys
@@ -24,9 +23,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_ffn, patch_vae, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
 from pascal_attn_core.diffusers.redirect import FUNCTIONAL, SdpaRedirect, this_thread
 from pascal_attn_core.patching import interception
 from pascal_attn_core.sdpa_patch import patch_sdpa
@@ -57,13 +56,12 @@ def microseconds(function: Run) -> float:
     return (time.thread_time_ns() - start) / CALLS_A_ROUND / 1e3
 
 
-def cost(case: Case, rounds: int, begin: Run = lambda: None) -> float:
-    """Microseconds of the fastest round of a case, less those beside it; ``begin`` is called before each round."""
+def cost(case: Case, rounds: int) -> float:
+    """Microseconds of the fastest round of a case, less those beside it."""
     ours, others = [], []
     for _ in range(3):
         case.run()
     for _ in range(rounds):
-        begin()
         with case.within():
             ours.append(microseconds(case.run))
             others.append(microseconds(case.beside) if case.beside else 0.0)
@@ -116,6 +114,7 @@ _REDIRECT = SdpaRedirect()
 
 
 def on_cpu() -> Iterator[Case]:
+    """Calls by ``sdpa``, under the switch and from a processor."""
     floats = functools.partial(_tensors, torch.float32)
     long = floats(4, 4, 1100, 8)
     kinds: dict[str, tuple[list[Any], dict[str, Any]]] = {
@@ -165,72 +164,6 @@ def _switched(out: Tensor | None = None) -> Iterator[None]:
         patch.remove()
 
 
-def in_slices(count: int = 4) -> Iterator[Case]:
-    """A feed-forward module in slices, beyond one call of its own on each, and one more."""
-    model = nn.ModuleDict({"ff": nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))}).requires_grad_(
-        False
-    )
-    x, beside = torch.randn(1, 16 * count, 32), copy.deepcopy(model["ff"])
-    part = x[:, :16]
-    patch_ffn(model, num_chunks=count, min_tokens=2, include="ff")
-    run: Run = functools.partial(model["ff"], x)
-    yield Case(f"feed-forward in {count} slices", run, lambda: [beside(part) for _ in range(count + 1)])
-
-
-class Decoder(nn.Module):
-    """The layers that a VAE repeats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
-        self.layers = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *layers, *copy.deepcopy(layers))
-        self.requires_grad_(False)
-
-    def decode(self, latent: Tensor) -> Tensor:
-        return self.layers(latent)
-
-
-def in_bands(rounds: int) -> Iterator[tuple[str, float]]:
-    """One band more of a layer of a VAE, the kernels for its few rows included."""
-    latent, runs, counts = torch.randn(1, 4, 64, 64), list[Run](), list[int]()
-    for budget_mib in (0.5, 0.05):
-        vae, done = Decoder(), list[float]()
-        patch_vae(vae, budget_mib=budget_mib, progress=done.append)
-        vae.decode(latent), done.clear(), vae.decode(latent)
-        runs.append(functools.partial(vae.decode, latent))
-        counts.append(len(done))
-    more = counts[1] - counts[0]
-    yield f"VAE, a band more (of {more})", cost(Case("", runs[1], runs[0]), rounds // 10) / more
-
-
-def in_comfyui() -> Iterator[Case]:
-    """The override of a patched model, with ComfyUI's answers from the tests: calls that it leaves to the host, and
-    calls that it takes."""
-    from attn_support.comfy.stub import host_attention, make_engine, node_module
-
-    host, override = node_module("comfy.host"), node_module("patches.override")
-    host.throw_if_interrupted = lambda: None
-    host.compute_device, host.prompt_id = lambda: torch.device("cpu"), lambda: "prompt"
-    host.attention_name, host.send_status = lambda: "attention_pytorch", lambda text, unique_id: None
-    given = [torch.randn(1, 70, 32) for _ in range(3)]
-    options = {"transformer_options": {"block": ("middle", 0)}}
-
-    def beside() -> Tensor:
-        return host_attention(*given, 4, **options)
-
-    for name, min_keys in (("passed on", 1 << 20), ("taken", 0)):
-        engine = make_engine(min_keys=min_keys)
-        ours = override.make_override(engine, functools.partial(override.by_engine, engine, override.Scope()), None)
-        run: Run = functools.partial(ours, host_attention, *given, 4, **options)
-        yield Case(f"ComfyUI, {name}", run, beside)
-
-
-def on_this_cpu(rounds: int) -> Iterator[tuple[str, float]]:
-    """(name, microseconds) of each case."""
-    yield from ((case.name, cost(case, rounds)) for case in itertools.chain(on_cpu(), in_slices(), in_comfyui()))
-    yield from in_bands(rounds)
-
-
 # ---- kernels on fake cards -------------------------------------------------------------------------------------------
 
 
@@ -269,8 +202,8 @@ def with_kernels(route: str, dtype: torch.dtype, device: str = "cpu") -> list[Ca
     ]
 
 
-def on_fake_cards(rounds: int) -> Iterator[tuple[str, float]]:
-    """(name, microseconds) of each case."""
+def on_fake_cards() -> Iterator[Case]:
+    """Calls of our kernels, to be run before the next one is asked for."""
     from attn_support.fused.device import UncheckedKernels, emulated_card
     from attn_support.fused.emulation import CARD, T4
 
@@ -285,15 +218,14 @@ def on_fake_cards(rounds: int) -> Iterator[tuple[str, float]]:
 
             driver.call = answer
             for case in with_kernels(route, dtype):
-                yield f"{info.name}: {case.name}", cost(case, rounds)
+                yield case._replace(name=f"{info.name}: {case.name}")
 
 
-def on_card(rounds: int, device: str) -> Iterator[tuple[str, float]]:
-    """(name, microseconds) of each case on a card that is here."""
+def on_card(device: str) -> Iterator[Case]:
+    """Calls on a card that is here; each round begins when it has nothing to do."""
     for route, dtype in (("torch", torch.float16), ("fused", torch.float32), ("fused-tensor", torch.float16)):
         for case in with_kernels(route, dtype, device):
-            with suppress(UnsupportedAttention):
-                yield case.name, cost(case, rounds, begin=functools.partial(torch.cuda.synchronize, device))
+            yield case._replace(within=lambda: nullcontext(torch.cuda.synchronize(device)))
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
@@ -363,10 +295,11 @@ def main() -> None:
     if "card" in options.on and not torch.cuda.is_available():
         parser.error("no CUDA device was found")  # status 2
     torch.set_num_threads(1)
-    places = {"cpu": on_this_cpu, "fake": on_fake_cards, "card": functools.partial(on_card, device=options.device)}
+    places = {"cpu": on_cpu, "fake": on_fake_cards, "card": functools.partial(on_card, device=options.device)}
     for where in options.on:
-        for name, found in places[where](options.rounds):
-            print(f"{name:60s} {found:7.1f} us", flush=True)
+        for case in places[where]():
+            with suppress(UnsupportedAttention):
+                print(f"{case.name:60s} {cost(case, options.rounds):7.1f} us", flush=True)
 
 
 if __name__ == "__main__":

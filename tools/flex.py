@@ -1,7 +1,7 @@
-"""Memory and time of FlexAttention in tiles, against torch's own function and the dense call.
+"""Memory and time of FlexAttention in tiles, against the dense call.
 
     python tools/flex.py                    8,192 tokens, 4 heads of 64, a window of 256
-    python tools/flex.py --tokens 32768     our part only: torch's takes 16 bytes and more per element of L x S
+    python tools/flex.py --tokens 32768
 
 One CPU thread; times are the median of calls in turn.
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention import flex_attention as theirs
 
 from pascal_attn_core import AttentionConfig, create_block_mask, flex_attention, sdpa
 from pascal_attn_core.call.flex_rules import known_of
@@ -23,7 +22,6 @@ from pascal_attn_core.observe.memory import measure
 
 MIB = 1 << 20
 WINDOW = 256
-_MOST_OF_TORCH = 4096  # tokens, about 1 GiB
 
 
 def near(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -45,12 +43,10 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=4)
-    options = parser.parse_args()
+    tokens, config = parser.parse_args().tokens, AttentionConfig(route="tiled")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    tokens, config = options.tokens, AttentionConfig(route="tiled")
-    query, key, value = torch.randn(3, 1, options.heads, tokens, 64).unbind()
+    query, key, value = torch.randn(3, 1, 4, tokens, 64).unbind()
     made = measure(lambda: create_block_mask(near, None, None, tokens, tokens, device="cpu"))
     masks = {"window": made.out, "documents": create_block_mask(documents, None, None, tokens, tokens, device="cpu")}
     known_of(masks["window"]).clear()  # as a BlockMask of torch's own function
@@ -68,9 +64,6 @@ def main() -> None:
         for name, call in calls.items():
             extra = measure(call).extra_bytes / MIB
             print(f"{name:24}{taken[name]:8.2f} s{taken[name] / taken['dense']:8.1%} of dense{extra:8.2f} MiB")
-        if tokens <= _MOST_OF_TORCH:
-            made = measure(lambda: theirs.create_block_mask(near, None, None, tokens, tokens, device="cpu"))
-            print(f"torch's create_block_mask: {made.peak_bytes / MIB:.0f} MiB")
     for name, mask in masks.items():
         share = 1 - mask.sparsity() / 100
         ratio = taken[name] / taken["dense"] / share

@@ -174,13 +174,6 @@ def ours(inputs: Inputs) -> Tensor:
     return out[0]
 
 
-def _in_8_bits(x: Tensor, rows: int) -> Tensor:
-    """The tensor in 8 bits with one scale for ``rows`` neighbouring rows."""
-    groups = F.pad(x, (0, 0, 0, -x.shape[1] % rows)).unflatten(1, (-1, rows))
-    scale = groups.abs().amax((-1, -2), keepdim=True).clamp_min(1e-30) / 127
-    return ((groups / scale).round() * scale).flatten(1, 2)[:, : x.shape[1]]
-
-
 def _centred(key: Tensor) -> Tensor:
     return key.double() - key.double().mean(1, keepdim=True)
 
@@ -195,7 +188,7 @@ def sage1(inputs: Inputs) -> Tensor:
 def sage2(inputs: Inputs) -> Tensor:
     """SageAttention2 with 8 bits: a scale for 4 rows of Q and 16 of K, as a thread has them. P is in e4m3 against the
     running maximum of 64 keys, V in e4m3 with a scale for each channel."""
-    scores = _scores(inputs, _strided(inputs.query.double(), 4, 8, 1), _strided(_centred(inputs.key), 8, 4, 2))
+    scores = _scores(inputs, _in_8_bits(inputs.query.double(), 1, 8, 4), _in_8_bits(_centred(inputs.key), 2, 4, 8))
     tiles = F.pad(scores, (0, -scores.shape[-1] % 64), value=-math.inf).unflatten(-1, (-1, 64))
     running = tiles.amax(-1).cummax(-1).values.clamp_min(-1e30)
     probs = (tiles - running[..., None]).exp()
@@ -206,10 +199,10 @@ def sage2(inputs: Inputs) -> Tensor:
     return weights @ value / (probs * fade).sum((-1, -2))[..., None]
 
 
-def _strided(x: Tensor, outer: int, threads: int, inner: int) -> Tensor:
-    """In 8 bits, with one scale for the ``outer`` times ``inner`` rows of each of ``threads`` threads."""
-    tile = outer * threads * inner
-    of_threads = F.pad(x, (0, 0, 0, -x.shape[1] % tile)).unflatten(1, (-1, outer, threads, inner))
+def _in_8_bits(x: Tensor, rows: int, threads: int = 1, times: int = 1) -> Tensor:
+    """The tensor in 8 bits with one scale for ``rows`` neighbouring rows; of ``threads`` threads that take so many each
+    in turn, with one scale for what a thread has after so many ``times``."""
+    of_threads = F.pad(x, (0, 0, 0, -x.shape[1] % (rows * threads * times))).unflatten(1, (-1, times, threads, rows))
     scale = of_threads.abs().amax((2, 4, 5), keepdim=True).clamp_min(1e-30) / 127
     return ((of_threads / scale).round() * scale).flatten(1, 4)[:, : x.shape[1]]
 

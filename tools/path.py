@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -36,29 +36,8 @@ class Step(NamedTuple):
     function: str
 
 
-class Way(NamedTuple):
-    """The functions that one call of ``sdpa`` calls, in order."""
-
-    steps: list[Step]
-
-    @property
-    def files(self) -> list[str]:
-        """Files in the order in which the call enters them."""
-        return list(dict.fromkeys(step.file for step in self.steps))
-
-    @property
-    def moves(self) -> int:
-        """How often a function is called in another file than the one before it."""
-        return sum(one.file != two.file for one, two in pairwise(self.steps))
-
-    @property
-    def most_visits(self) -> tuple[str, int]:
-        """The file that is come to most often, and how often."""
-        return Counter(file for file, _ in groupby(step.file for step in self.steps)).most_common(1)[0]
-
-
-def way_of(call: Callable[[], Any]) -> Way:
-    """Run a call twice to fill caches, and follow the third run."""
+def way_of(call: Callable[[], Any]) -> list[Step]:
+    """The functions that a call calls, in order, in its third run: the first two fill caches."""
     call()
     call()
     steps: list[Step] = []
@@ -76,7 +55,7 @@ def way_of(call: Callable[[], Any]) -> Way:
         call()
     finally:
         sys.setprofile(None)
-    return Way(steps)
+    return steps
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -99,17 +78,18 @@ def print_ways() -> None:
     print(f"{'call':20s}{'functions':>10s}{'distinct':>10s}{'files':>7s}{'moves':>7s}  most visits to one file")
     with torch.no_grad():
         for name, call in calls().items():
-            way = way_of(call)
-            file, visits = way.most_visits
-            numbers = f"{len(way.steps):10d}{len(set(way.steps)):10d}{len(way.files):7d}{way.moves:7d}"
-            print(f"{name:20s}{numbers}  {visits} x {file}")
+            steps = way_of(call)
+            visits = Counter(file for file, _ in groupby(step.file for step in steps))
+            file, most = visits.most_common(1)[0]
+            numbers = f"{len(steps):10d}{len(set(steps)):10d}{len(visits):7d}{visits.total() - 1:7d}"
+            print(f"{name:20s}{numbers}  {most} x {file}")
 
 
 def print_steps(name: str) -> None:
     """Each function of one call; the file where it changes."""
     with torch.no_grad():
         way = way_of(calls()[name])
-    for file, steps in groupby(way.steps, key=lambda step: step.file):
+    for file, steps in groupby(way, key=lambda step: step.file):
         print(file)
         for function, repeated in groupby(step.function for step in steps):
             count = len(list(repeated))

@@ -273,7 +273,7 @@ def _call_cost(job: Job) -> Outcome:
     if ended.status:
         return Outcome(NOT_RUN, ended.last_line, {}) if ended.status == _NO_DEVICE else _failed(ended, {})
     lines = ended.output.splitlines()
-    return Outcome(RIGHT if ended.status == 0 else UNFINISHED, f"{len(lines)} kinds of calls", {"output": lines}, lines)
+    return Outcome(RIGHT if ended.status == 0 else UNFINISHED, f"{len(lines)} kinds of calls", {"output": lines})
 
 
 def _sanitizer(job: Job) -> Outcome:

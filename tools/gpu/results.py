@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import subprocess
 from collections.abc import Iterable
@@ -72,14 +73,7 @@ def write(path: Path, content: dict[str, Any], private: dict[str, str]) -> None:
     Raises:
         OSError: it could not be written.
     """
-    write_object(path, _without(content, private))
-
-
-def _without(value: Any, private: dict[str, str]) -> Any:
-    if isinstance(value, str):
-        for path, word in private.items():
-            value = value.replace(path, word)
-        return value
-    if isinstance(value, dict):
-        return {_without(name, private): _without(each, private) for name, each in value.items()}
-    return [_without(each, private) for each in value] if isinstance(value, (list, tuple)) else value
+    text = json.dumps(content)
+    for folder, word in private.items():
+        text = text.replace(json.dumps(folder)[1:-1], word)
+    write_object(path, json.loads(text))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 FRAME = "frame"  # tells what passed in an earlier run, and what it has ended
 _OUTCOMES = ("passed", "skipped", "failed")
-_SLOWEST = 10
 
 
 class Teller(NamedTuple):
@@ -57,13 +56,11 @@ class Told:
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain values."""
-        passed = self.with_outcome("passed")
         return {
             "collected": self.collected,
             "counts": dict(Counter(line["outcome"] for line in self.ended.values())),
             "failures": self.with_outcome("failed"),
             "skipped": dict(Counter(line["message"] for line in self.with_outcome("skipped"))),
-            "slowest": sorted(passed, key=lambda line: -line["seconds"])[:_SLOWEST],
             "known": [line for line in self.ended.values() if line["outcome"] != "failed"],
         }
 

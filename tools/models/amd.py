@@ -63,6 +63,7 @@ CARDS = {
     "RX 9060 XT": Card("gfx1102", 16, 3.13e9, RDNA4, 128, 320e9),
 }
 LAUNCH = 10e-6  # seconds from the end of a launch to the first block of the next one: chosen, not measured
+HEADS, TILES = 16, (8, 16)  # of the calls; of keys, for the pace of a block
 # noflash-attention 1.0.1, README: milliseconds on an MI50, B1 H16 D64 float16.
 PUBLISHED = {4096: 17.93, 8192: 72.75, 16384: 1325.69}
 _SLOW = re.compile(r"v_(exp|log|rcp|mul_lo_u32|mul_hi|mad_u64)")
@@ -140,15 +141,15 @@ def _stall(i: Instruction) -> int:
     return max(banks.values(), default=1) - 1
 
 
-def event(wave: Wave, i: Instruction, timing: Timing = GCN) -> Event:
+def event(wave: Wave, i: Instruction, timing: Timing) -> Event:
     """Event of the instruction that a wave is about to execute."""
     if i.name.startswith("v_wmma"):
         return Event("vector", timing.matrix, products=timing.matrix)
     if i.name.startswith("v_"):
-        cycles = timing.quarter if _SLOW.match(i.name) else timing.half if _HALF_RATE.match(i.name) else timing.full
+        cycles = timing.turn * (4 if _SLOW.match(i.name) else 2 if _HALF_RATE.match(i.name) else 1)
         return Event("vector", cycles, products=sum(bool(_PRODUCT.match(part.name)) for part in i.both or (i,)))
     if i.name.startswith("ds_"):
-        return Event("lds", lds_cycles(wave, i))
+        return Event("lds", lds_cycles(wave, i), counter="lgkmcnt")
     if i.name.startswith(("global_", "flat_")):
         counter = wave.store_counter if "store" in i.name else "vmcnt"
         return Event("memory", 16 if "x4" in i.name else 8 if "x2" in i.name else 4, counter=counter)
@@ -182,25 +183,17 @@ def lds_cycles(wave: Wave, i: Instruction) -> int:
 Waves = list[list[Event]]
 
 
-class Block(NamedTuple):
-    """Events of the waves of one block, and how many blocks a compute unit holds. rows: queries of a block."""
-
-    waves: Waves
-    resident: int
-    rows: int
-    cols: int
-
-
-def forward_variant(head_dim: int, dtype: torch.dtype, arch: str = "gfx906", *, matrix: bool = False) -> Variant:
+def forward_variant(head_dim: int, dtype: str, arch: str, *, matrix: bool) -> Variant:
     """Kernel of a call without a mask; ``matrix``: on matrix units."""
     if matrix:
-        return Variant("wmma", head_dim, str(dtype).removeprefix("torch."), arch=arch)
-    probe = torch.empty(1, 1, 1, head_dim, dtype=dtype)
+        return Variant("wmma", head_dim, dtype, arch=arch)
+    probe = torch.empty(1, 1, 1, head_dim, dtype=getattr(torch, dtype))
     return variant_of(check_call(probe, probe, probe), "forward", arch)
 
 
-def block(variant: Variant, tiles: int, timing: Timing) -> Block:
-    """A block of a shipped kernel without a mask, with this many tiles of keys."""
+def block(variant: Variant, tiles: int, timing: Timing) -> tuple[Waves, int]:
+    """Events of the waves of a block of a shipped kernel without a mask, with this many tiles of keys, and how many
+    blocks a compute unit holds."""
     geometry, arch = variant.geometry, variant.arch
     code = prebuilt.find(variant)
     if code is None:
@@ -217,7 +210,7 @@ def block(variant: Variant, tiles: int, timing: Timing) -> Block:
     machine.run(launch, kernel, lambda wave, i: traces[wave.index].add(wave, i))
     found = next(found for found in facts(code) if found.name == launch.function)
     resident = waves(arch, found.vector, found.shared, launch.threads) * SIMDS // len(traces)
-    return Block([trace.events for trace in traces], resident, geometry.rows, geometry.cols)
+    return [trace.events for trace in traces], resident
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -239,35 +232,29 @@ class Speed(NamedTuple):
     Attributes:
         paces: with one block, two, ... as many as it holds; products: share of the instructions that multiply, of all
             and of those in the stretches between two branches or barriers that hold the products of a tile.
-        rows, cols: queries and keys of a tile; units: of the card.
     """
 
     paces: list[Pace]
     products: float
     products_of_main: float
-    rows: int
-    cols: int
-    units: int = 60
 
-    def cycles(self, blocks: int, tiles: int) -> float:
-        """Cycles of the card for this many blocks with this many tiles of keys each."""
-        rounds, rest = divmod(blocks, self.units * len(self.paces))
-        counts = [len(self.paces)] * rounds + [-(-rest // self.units)] * (rest > 0)
+    def cycles(self, units: int, blocks: int, tiles: int) -> float:
+        """Cycles of so many units for this many blocks with this many tiles of keys each."""
+        rounds, rest = divmod(blocks, units * len(self.paces))
+        counts = [len(self.paces)] * rounds + [-(-rest // units)] * (rest > 0)
         return sum(self.paces[count - 1].start + tiles * self.paces[count - 1].tile for count in counts)
 
 
 @functools.cache
-def speed(variant: Variant, name: str, tiles: tuple[int, int] = (8, 16), *, banks: bool = False) -> Speed:
-    """Speed on one of CARDS, from the difference of two numbers of tiles of keys. banks: see :class:`ComputeUnit`."""
-    card = CARDS[name]
-    few, many = (block(variant, n, card.timing) for n in tiles)
+def speed(variant: Variant, timing: Timing, *, banks: bool) -> Speed:
+    """Speed from the difference of two numbers of TILES of keys. banks: see :class:`ComputeUnit`."""
+    (few, resident), (many, _) = (block(variant, n, timing) for n in TILES)
     shares = []
     for chosen in (list, main_blocks):
-        counts = [Counter(e.products > 0 for e in chosen(b.waves[0])) for b in (few, many)]
+        counts = [Counter(e.products > 0 for e in chosen(each[0])) for each in (few, many)]
         issued = counts[1] - counts[0]
         shares.append(issued[True] / sum(issued.values()))
-    paces = [pace(few.waves, many.waves, count + 1, tiles, card.timing, banks=banks) for count in range(few.resident)]
-    return Speed(paces, *shares, few.rows, few.cols, card.units)
+    return Speed([pace(few, many, count + 1, timing, banks=banks) for count in range(resident)], *shares)
 
 
 def main_blocks(events: list[Event]) -> list[Event]:
@@ -282,51 +269,39 @@ def main_blocks(events: list[Event]) -> list[Event]:
     return found
 
 
-def pace(
-    few: Waves, many: Waves, blocks: int, tiles: tuple[int, int], timing: Timing = GCN, *, banks: bool = False
-) -> Pace:
+def pace(few: Waves, many: Waves, blocks: int, timing: Timing, *, banks: bool) -> Pace:
+    """The pace of so many blocks, from their waves with each of TILES."""
     units = [ComputeUnit([waves] * blocks, timing, banks=banks) for waves in (few, many)]
     cycles = [unit.run() for unit in units]
     more = cycles[1] - cycles[0]
-    tile = more / (tiles[1] - tiles[0])
+    tile = more / (TILES[1] - TILES[0])
     computing = (units[1].vector_cycles - units[0].vector_cycles) / more / SIMDS
     lds = (units[1].lds_cycles - units[0].lds_cycles) / more / timing.pipes
-    return Pace(tile, cycles[0] - tiles[0] * tile, computing, lds)
+    return Pace(tile, cycles[0] - TILES[0] * tile, computing, lds)
 
 
-class Time(NamedTuple):
-    """Time of a call. ranges: into which the keys of its last rows are cut, rows: how many rows of a head these are."""
-
-    seconds: float
-    ranges: int
-    rows: int
-
-
-def time_of(heads: int, tokens: int, variant: Variant, name: str, *, banks: bool = False) -> Time:
-    """Time of a call with one batch element, as many keys as queries and no mask, by the launches of its plan."""
-    card = CARDS[name]
-    shape = (1, heads, tokens, variant.head_dim)
+def time_of(tokens: int, variant: Variant, card: Card, *, banks: bool) -> float:
+    """Seconds of a call with one batch element, as many keys as queries and no mask, by the launches of its plan."""
+    shape = (1, HEADS, tokens, variant.head_dim)
     query, key, value = (torch.empty(shape, dtype=getattr(torch, variant.dtype), device="meta") for _ in range(3))
     call = check_call(query, key, value)
     plan_of = tensor_plan if variant.on_tensor_cores else plan_call
     plan = plan_of(call, card.units, None, arch=variant.arch)
     launches = forward_launches(call, plan, empty_output(call))
-    seconds = LAUNCH * (len(launches) - 1) + sum(_seconds(launch, name, banks=banks) for launch in launches)
-    ranges, first = (plan.tail.ranges, plan.tail.first) if plan.tail else (plan.splits, 0)
-    return Time(seconds, ranges, tokens - first)
+    return LAUNCH * (len(launches) - 1) + sum(_seconds(launch, card, banks=banks) for launch in launches)
 
 
-def _seconds(launch: Launch, name: str, *, banks: bool) -> float:
+def _seconds(launch: Launch, card: Card, *, banks: bool) -> float:
     """Seconds of a launch from its first block to its last one."""
     variant, params = launch.variant, launch.params
     assert isinstance(variant, Variant)
-    card, ranges = CARDS[name], max(1, params.splits)
+    ranges = max(1, params.splits)
     if launch.function != variant.functions[0]:  # joins parts: each was written, and is read
         rows = params.batches * params.heads * params.lq
         of_parts, of_output = 4 * ranges * (params.dim_v + 2), variant.head_dim * 2
         return rows * (2 * of_parts + of_output) / card.bandwidth
     tiles = math.ceil(math.ceil(params.lk / variant.geometry.cols) / ranges)
-    return speed(variant, name, banks=banks).cycles(math.prod(launch.grid), tiles) / card.hertz
+    return speed(variant, card.timing, banks=banks).cycles(card.units, math.prod(launch.grid), tiles) / card.hertz
 
 
 def main() -> None:
@@ -335,32 +310,30 @@ def main() -> None:
     parser.add_argument("--matrix", action="store_true", help="on matrix units (RDNA 3 and 4)")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--banks", action="store_true", help="operands in one bank of registers always wait (RDNA)")
     arguments = parser.parse_args()
-    card = CARDS[arguments.card]
-    variant = forward_variant(arguments.head_dim, getattr(torch, arguments.dtype), card.arch, matrix=arguments.matrix)
-    found = speed(variant, arguments.card, banks=arguments.banks)
+    card, banks = CARDS[arguments.card], arguments.banks
+    variant = forward_variant(arguments.head_dim, arguments.dtype, card.arch, matrix=arguments.matrix)
+    found, (rows, cols) = speed(variant, card.timing, banks=banks), (variant.geometry.rows, variant.geometry.cols)
     full = found.paces[-1]
-    flops = 4 * found.rows * found.cols * arguments.head_dim * len(found.paces) / full.tile * card.units * card.hertz
+    flops = 4 * rows * cols * arguments.head_dim * len(found.paces) / full.tile * card.units * card.hertz
     most = SIMDS * card.units * card.hertz * _flops(card, arguments.dtype, matrix=arguments.matrix)
     print(
-        f"{arguments.card}, {len(found.paces)} blocks of {found.rows} queries: {full.tile:.0f} cycles for {found.cols} "
+        f"{arguments.card}, {len(found.paces)} blocks of {rows} queries: {full.tile:.0f} cycles for {cols} "
         f"keys, {flops / 1e12:.1f} TFLOP/s, {flops / most:.0%} of its peak; {found.products:.0%} of the instructions "
         f"multiply and add, {found.products_of_main:.0%} of those in the main blocks; SIMDs compute "
         f"{full.computing:.0%} of the time, shared memory works {full.lds:.0%}"
     )
-    call = arguments.card, arguments.head_dim, arguments.dtype, arguments.heads
-    is_published = call == ("MI50", 64, "float16", 16)
+    is_published = (arguments.card, arguments.head_dim, arguments.dtype) == ("MI50", 64, "float16")
     for tokens, published in PUBLISHED.items():
-        own = time_of(arguments.heads, tokens, variant, arguments.card, banks=arguments.banks)
-        beside = f"; noflash-attention publishes {published} ms, {published / own.seconds / 1e3:.1f} times as much"
-        how = f", the last {own.rows} rows of a head with their keys in {own.ranges} ranges" if own.ranges else ""
-        least = ""
-        if card.timing.matrix:
-            math_ms = 1e3 * _torchs_math(card, arguments.heads, tokens, arguments.head_dim, arguments.dtype)
-            least = f"; torch's math attention, at least {math_ms:.2f} ms"
-        print(f"{tokens:6d} tokens: {1e3 * own.seconds:.2f} ms{how}{beside if is_published else ''}{least}")
+        own = 1e3 * time_of(tokens, variant, card, banks=banks)
+        beside = ""
+        if is_published:
+            beside = f"; noflash-attention publishes {published} ms, {published / own:.1f} times as much"
+        elif card.timing.matrix:
+            math_ms = 1e3 * _torchs_math(card, tokens, arguments.head_dim, arguments.dtype)
+            beside = f"; torch's math attention, at least {math_ms:.2f} ms"
+        print(f"{tokens:6d} tokens: {own:.2f} ms{beside}")
 
 
 def _flops(card: Card, dtype: str, *, matrix: bool) -> int:
@@ -368,11 +341,11 @@ def _flops(card: Card, dtype: str, *, matrix: bool) -> int:
     return 2 * 16**3 // card.timing.matrix if matrix else card.flops * (2 if dtype == "float16" else 1)
 
 
-def _torchs_math(card: Card, heads: int, tokens: int, head_dim: int, dtype: str) -> float:
+def _torchs_math(card: Card, tokens: int, head_dim: int, dtype: str) -> float:
     """Seconds that torch's math attention takes at least: its products at the peak of the matrix units, and the scores
     written and read, and the probabilities."""
     rate = SIMDS * card.units * card.hertz * _flops(card, dtype, matrix=dtype != "float32")
-    scores = heads * tokens**2
+    scores = HEADS * tokens**2
     return 4 * scores * head_dim / rate + 4 * scores * getattr(torch, dtype).itemsize / card.bandwidth
 
 

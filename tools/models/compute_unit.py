@@ -28,22 +28,18 @@ class Timing(NamedTuple):
     """Cycles of an architecture.
 
     Attributes:
-        turn: from one instruction of a SIMD, or of a wave, to the next.
-        full, half, quarter: that vector arithmetic takes at its three rates.
+        turn: from one instruction of a SIMD, or of a wave, to the next; that vector arithmetic takes at its full rate.
         pipes: of shared memory, and of global memory.
         lds, memory, scalar: until the answer; branch, barrier: until the next instruction.
         matrix: of a product of matrices, 16 x 16 x 16: AMD's operations of a compute unit in a cycle, 512 on RDNA 3 and
             1,024 on RDNA 4 ("RDNA3" and "RDNA4").
-        most: transfers of a kind that a wave counts.
+        most: transfers to and from shared memory that a wave counts.
     """
 
     turn: int
-    full: int
-    half: int
-    quarter: int
     pipes: int
     branch: int
-    most: dict[str, int]
+    most: int
     lds: int = 64
     memory: int = 450
     scalar: int = 120
@@ -51,10 +47,12 @@ class Timing(NamedTuple):
     matrix: int = 0
 
 
-GCN = Timing(turn=4, full=4, half=8, quarter=16, pipes=1, branch=16, most={"lgkmcnt": 15, "vmcnt": 63, "vscnt": 63})
-RDNA2 = Timing(turn=1, full=1, half=2, quarter=4, pipes=2, branch=32, most={"lgkmcnt": 63, "vmcnt": 63, "vscnt": 63})
+GCN = Timing(turn=4, pipes=1, branch=16, most=15)
+RDNA2 = Timing(turn=1, pipes=2, branch=32, most=63)
 RDNA3, RDNA4 = RDNA2._replace(matrix=32), RDNA2._replace(matrix=16)
 SIMDS = 4
+_APART = 700  # cycles
+_MOST_OF_MEMORY = 63  # transfers to and from global memory that a wave counts
 _QUEUE = 64  # cycles of work that the pipes of shared and of global memory accept beyond what they are doing
 REACH = 10  # a result is there after so many cycles at most
 
@@ -66,7 +64,7 @@ class Event(NamedTuple):
         kind: "vector", "lds", "memory", "scalar load", "scalar", "branch", "wait" or "barrier".
         cycles: that it occupies its unit; waits: of a wait, how many transfers may stay under way.
         products: how many times it multiplies and adds floats: 2 for two instructions that RDNA 3 issues at once.
-        counter: that a transfer to or from global memory is counted in.
+        counter: that a transfer is counted in.
         after: (how many instructions before, cycles): of those whose results it reads, while they may be new.
         stall: cycles more, if operands of the same bank are not gathered before.
     """
@@ -112,26 +110,20 @@ class ComputeUnit:
         vector_cycles: that SIMDs computed, all together; lds_cycles: that shared memory worked.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[Sequence[Sequence[Event]]],
-        timing: Timing = GCN,
-        *,
-        banks: bool = False,
-        apart: int = 700,
-    ):
-        """``blocks``: the events of each one's waves; they begin ``apart`` cycles after one another. banks: whether
+    def __init__(self, blocks: Sequence[Sequence[Sequence[Event]]], timing: Timing, *, banks: bool):
+        """``blocks``: the events of each one's waves; they begin _APART cycles after one another. banks: whether
         operands in the same bank of registers are never gathered before."""
         self._timing, self._banks = timing, banks
         self.simds: list[list[_Wave]] = [[] for _ in range(SIMDS)]
         for number, waves in enumerate(blocks):
             group = _Group(number)
             for events in waves:
-                wave = _Wave(events, group, ready=number * apart)
+                wave = _Wave(events, group, ready=number * _APART)
                 group.waves.append(wave)
                 min(self.simds, key=len).append(wave)
         self.vector_cycles = self.lds_cycles = 0
         self._free = {kind: [0] * timing.pipes for kind in ("lds", "memory")}
+        self._limits = {"lds": (timing.most, timing.lds), "memory": (_MOST_OF_MEMORY, timing.memory)}
         self._vector_free = [0] * SIMDS
 
     def run(self) -> int:
@@ -177,13 +169,11 @@ class ComputeUnit:
             self.vector_cycles += cycles
         elif e.kind in self._free:
             pipe = (wave.group.number if e.kind == "lds" else simd // 2) % self._timing.pipes
-            counter = "lgkmcnt" if e.kind == "lds" else e.counter
-            queue, free = wave.counters[counter], self._free[e.kind]
-            if len(queue) >= self._timing.most[counter] or free[pipe] > cycle + _QUEUE:
+            queue, free, (most, latency) = wave.counters[e.counter], self._free[e.kind], self._limits[e.kind]
+            if len(queue) >= most or free[pipe] > cycle + _QUEUE:
                 return
             free[pipe] = max(cycle, free[pipe]) + e.cycles
             self.lds_cycles += e.cycles if e.kind == "lds" else 0
-            latency = self._timing.lds if e.kind == "lds" else self._timing.memory
             queue.append(max(free[pipe] + latency, queue[-1] if queue else 0))
         elif e.kind == "scalar load":
             queue = wave.counters["lgkmcnt"]
