@@ -133,13 +133,6 @@ def on_cpu() -> Iterator[Case]:
         yield Case(f"{name}: sdpa", call(sdpa), beside, within)
         yield Case(f"{name}: the switch", call(_by_name), beside, functools.partial(_switched, out))
         yield Case(f"{name}: a processor", call(_by_processor), beside, within)
-    leaves, torchs = floats(4, 4, 64, 8, requires_grad=True), interception.TORCH_SDPA
-    for name, function in (("sdpa", sdpa), ("the switch", _by_name)):
-        run, within = _with_gradients(function, leaves), nullcontext if function is sdpa else _switched
-        yield Case(f"short, forward and backward: {name}", run, _with_gradients(torchs, leaves), within)
-    yield Case(
-        "one tile, whole call", functools.partial(sdpa, *floats(1, 1, 70, 8), config=AttentionConfig(route="tiled"))
-    )
 
 
 def _given(inputs: list[Any], options: dict[str, Any], function: Callable[..., Any]) -> Run:
@@ -155,10 +148,10 @@ def _nothing(query: Any, key: Any, value: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def _switched(out: Tensor | None = None) -> Iterator[None]:
-    patch = patch_sdpa()
+def _switched(out: Tensor) -> Iterator[None]:
+    patch = patch_sdpa()  # as a context manager it costs more
     try:
-        with nullcontext() if out is None else _torch_is_there(out):
+        with _torch_is_there(out):
             yield
     finally:
         patch.remove()

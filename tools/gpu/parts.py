@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import shlex
+import shutil
 import tempfile
 import threading
 import time
@@ -277,12 +278,12 @@ def _call_cost(job: Job) -> Outcome:
 
 
 def _sanitizer(job: Job) -> Outcome:
-    sought = sanitizer.find(job.env)
-    if sought.path is None:
-        why = f"{sanitizer.NAME} not found (looked in {', '.join(sought.looked_in)})"
-        return Outcome(NOT_RUN, why, {})
+    places = [job.env.get("PATH", ""), *map(str, sanitizer.folders(job.env))]
+    program = shutil.which(sanitizer.NAME, path=os.pathsep.join(places))
+    if program is None:
+        return Outcome(NOT_RUN, f"{sanitizer.NAME} not found (looked in {', '.join(['PATH', *places[1:]])})", {})
     found: dict[str, dict[str, Any]] = {}
-    program, rounds = sought.path, -(-len(sanitizer.RUNS) // job.processes)
+    rounds = -(-len(sanitizer.RUNS) // job.processes)
 
     def run(number: int, name: str) -> None:
         (tool, kernels), watch = sanitizer.RUNS[name], job.watch(name)

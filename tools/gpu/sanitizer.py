@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 # Patterns of kernels' names: each kernel and each way to read a mask, on geometries that ship; padding; every dtype; on
 # tensor cores, where the card has some. Those whose warps wait for counters are apart: racecheck knows nothing of that
@@ -34,26 +31,10 @@ ERRORS_STATUS = 86  # the exit status that it is asked for where it finds someth
 _SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
-class Found(NamedTuple):
-    """path: of the program, None: there is none; looked_in: where it was looked for."""
-
-    path: str | None
-    looked_in: list[str]
-
-
-def find(env: Mapping[str, str] = os.environ, root: Path = Path("/usr/local")) -> Found:
-    """Look for it in PATH, in CUDA's folders, those in ``root`` too, and in NVIDIA's wheels."""
-    looked_in = ["PATH"]
-    found = shutil.which(NAME, path=env.get("PATH", ""))
-    for folder in () if found else _folders(env, root):
-        looked_in.append(str(folder))
-        found = found or shutil.which(NAME, path=str(folder))
-    return Found(found, looked_in)
-
-
-def _folders(env: Mapping[str, str], root: Path) -> Iterator[Path]:
+def folders(env: Mapping[str, str]) -> Iterator[Path]:
+    """Where it may be beside PATH: in CUDA's folders, those in /usr/local too, and in NVIDIA's wheels."""
     toolkits = [Path(env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
-    installed = sorted(root.glob("cuda*"), reverse=True)
+    installed = sorted(Path("/usr/local").glob("cuda*"), reverse=True)
     # That of CUDA 13 knows neither Pascal nor Volta.
     installed.sort(key=lambda toolkit: not toolkit.name.startswith(("cuda-12", "cuda-11")))
     for toolkit in [*toolkits, *installed]:

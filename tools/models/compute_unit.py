@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -30,7 +31,7 @@ class Timing(NamedTuple):
     Attributes:
         turn: from one instruction of a SIMD, or of a wave, to the next; that vector arithmetic takes at its full rate.
         pipes: of shared memory, and of global memory.
-        lds, memory, scalar: until the answer; branch, barrier: until the next instruction.
+        branch: until the next instruction.
         matrix: of a product of matrices, 16 x 16 x 16: AMD's operations of a compute unit in a cycle, 512 on RDNA 3 and
             1,024 on RDNA 4 ("RDNA3" and "RDNA4").
         most: transfers to and from shared memory that a wave counts.
@@ -40,10 +41,6 @@ class Timing(NamedTuple):
     pipes: int
     branch: int
     most: int
-    lds: int = 64
-    memory: int = 450
-    scalar: int = 120
-    barrier: int = 8
     matrix: int = 0
 
 
@@ -52,6 +49,7 @@ RDNA2 = Timing(turn=1, pipes=2, branch=32, most=63)
 RDNA3, RDNA4 = RDNA2._replace(matrix=32), RDNA2._replace(matrix=16)
 SIMDS = 4
 _APART = 700  # cycles
+_LDS, _MEMORY, _SCALAR, _BARRIER = 64, 450, 120, 8  # cycles until the answer, until the next instruction
 _MOST_OF_MEMORY = 63  # transfers to and from global memory that a wave counts
 _QUEUE = 64  # cycles of work that the pipes of shared and of global memory accept beyond what they are doing
 REACH = 10  # a result is there after so many cycles at most
@@ -78,18 +76,10 @@ class Event(NamedTuple):
     stall: int = 0
 
 
-@dataclass
-class _Group:
-    """The waves of a block, for their barriers; number: of the block."""
-
-    number: int
-    waves: list[_Wave] = field(default_factory=list)
-
-
 @dataclass(eq=False)
 class _Wave:
     events: Sequence[Event]
-    group: _Group
+    block: int
     at: int = 0
     ready: int = 0
     is_blocked: bool = False
@@ -115,15 +105,12 @@ class ComputeUnit:
         operands in the same bank of registers are never gathered before."""
         self._timing, self._banks = timing, banks
         self.simds: list[list[_Wave]] = [[] for _ in range(SIMDS)]
-        for number, waves in enumerate(blocks):
-            group = _Group(number)
-            for events in waves:
-                wave = _Wave(events, group, ready=number * _APART)
-                group.waves.append(wave)
-                min(self.simds, key=len).append(wave)
+        self._blocks = [[_Wave(events, i, ready=i * _APART) for events in waves] for i, waves in enumerate(blocks)]
+        for wave in chain.from_iterable(self._blocks):
+            min(self.simds, key=len).append(wave)
         self.vector_cycles = self.lds_cycles = 0
         self._free = {kind: [0] * timing.pipes for kind in ("lds", "memory")}
-        self._limits = {"lds": (timing.most, timing.lds), "memory": (_MOST_OF_MEMORY, timing.memory)}
+        self._limits = {"lds": (timing.most, _LDS), "memory": (_MOST_OF_MEMORY, _MEMORY)}
         self._vector_free = [0] * SIMDS
 
     def run(self) -> int:
@@ -168,7 +155,7 @@ class ComputeUnit:
             self._vector_free[simd] = cycle + cycles
             self.vector_cycles += cycles
         elif e.kind in self._free:
-            pipe = (wave.group.number if e.kind == "lds" else simd // 2) % self._timing.pipes
+            pipe = (wave.block if e.kind == "lds" else simd // 2) % self._timing.pipes
             queue, free, (most, latency) = wave.counters[e.counter], self._free[e.kind], self._limits[e.kind]
             if len(queue) >= most or free[pipe] > cycle + _QUEUE:
                 return
@@ -177,7 +164,7 @@ class ComputeUnit:
             queue.append(max(free[pipe] + latency, queue[-1] if queue else 0))
         elif e.kind == "scalar load":
             queue = wave.counters["lgkmcnt"]
-            queue.append(max(cycle + self._timing.scalar, queue[-1] if queue else 0))
+            queue.append(max(cycle + _SCALAR, queue[-1] if queue else 0))
         taken.add(e.kind)
         wave.at += 1
         wave.issued.append(cycle)
@@ -187,8 +174,8 @@ class ComputeUnit:
 
     def _meet(self, wave: _Wave, cycle: int) -> None:
         wave.is_blocked = True
-        members = wave.group.waves
+        members = self._blocks[wave.block]
         if all(other.is_blocked or other.is_done for other in members):
             for other in members:
                 other.is_blocked = False
-                other.ready = max(other.ready, cycle + self._timing.barrier)
+                other.ready = max(other.ready, cycle + _BARRIER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import time
@@ -36,8 +35,12 @@ def photograph(browser: Browser, server: ComfyServer, folder: Path) -> None:
     open_page(browser, server, **{"Comfy.ColorPalette": "dark"})
     show(browser, _short(opened(SHOWN)))
     browser.script("return app.queuePrompt(0, 1).then(() => true)")
-    outputs = _wait(server)
-    images = [image for shown in outputs.values() for image in shown.get("images", [])]
+    queue = server.request("/queue")
+    ((_, prompt_id, *_),) = queue["queue_running"] + queue["queue_pending"]
+    outcome = server.outcome(server.wait(prompt_id, timeout_s=600), 0)
+    if outcome.status != "success":
+        raise RuntimeError(outcome.message)
+    images = [image for shown in outcome.outputs.values() for image in shown.get("images", [])]
     (report,) = (image for image in images if image["filename"].startswith("pascal_attention_report"))
     _save(io.BytesIO(server.fetched(f"/view?{urllib.parse.urlencode(report)}")), DOCS / "report.png")
     time.sleep(3)  # the front end fetches the pictures
@@ -51,19 +54,6 @@ def _short(workflow: dict) -> dict:
         if node["type"] == "EmptyLatentImage":
             node["widgets_values"][:2] = SIZE, SIZE
     return workflow
-
-
-def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:
-    """Texts that the nodes show when the only prompt has ended."""
-    deadline = time.monotonic() + timeout_s
-    while not (history := server.request("/history")):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the workflow did not end")
-        time.sleep(1)
-    (entry,) = history.values()
-    if entry["status"]["status_str"] != "success":
-        raise RuntimeError(json.dumps(entry["status"]["messages"])[-2000:])
-    return entry["outputs"]
 
 
 def _save(source: Path | io.BytesIO, target: Path, width: int = 1400) -> None:
