@@ -91,9 +91,8 @@ class Earlier:
     def variants(self) -> Iterator[Compilation]:
         """All that there were, of attention, of linear layers and of GGUF weights."""
         yield from self._sources.all_variants()
-        for others in ("linear_variants", "gguf_variants"):
-            if hasattr(self._sources, others):
-                yield from getattr(self._sources, others)()
+        yield from self._sources.linear_variants()
+        yield from self._sources.gguf_variants()
 
     def has(self, variant: Compilation, *, what_is_read: bool = False) -> bool:
         """Whether the variant's machine code, or what of it registers and shared memory depend on, is that of today."""

@@ -63,23 +63,18 @@ def public_names(module: str) -> dict[str, str]:
     return {name: {**imported, **defined, **assigned}[name] for name in exported}
 
 
-def api_page(module: str, names: dict[str, str]) -> str:
-    """The Markdown of a module's page: its docstring, then each of these names."""
-    dotted = ".".join(filter(None, ["pascal_attn_core", module]))
-    parts = [f"# {dotted}", f"::: {dotted}\n    options: {{members: false, show_root_heading: false}}"]
-    for name, where in names.items():
-        parts.append(f"::: {where}\n    options: {{heading: {name}, toc_label: {name}}}")
-    return "\n\n".join(parts) + "\n"
-
-
 def api_pages() -> dict[str, str]:
-    """Path in the site -> Markdown. What several modules offer is on the page of the first."""
+    """Path in the site -> Markdown of a module's page: its docstring, then each public name. What several modules offer
+    is on the page of the first."""
     pages: dict[str, str] = {}
     shown: set[str] = set()
     for module in API:
         names = {name: where for name, where in public_names(module).items() if where not in shown}
         shown |= set(names.values())
-        pages[f"api/{module or 'pascal_attn_core'}.md"] = api_page(module, names)
+        dotted = ".".join(filter(None, ["pascal_attn_core", module]))
+        parts = [f"# {dotted}", f"::: {dotted}\n    options: {{members: false, show_root_heading: false}}"]
+        parts += [f"::: {where}\n    options: {{heading: {name}, toc_label: {name}}}" for name, where in names.items()]
+        pages[f"api/{module or 'pascal_attn_core'}.md"] = "\n\n".join(parts) + "\n"
     return pages
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,8 @@ def _write(stem: Path, this_run: dict[str, Any]) -> None:
 def markdown(runs: list[dict[str, Any]]) -> str:
     """The newest run as a table, with a column for each of the others."""
     newest, *others = runs
-    lines = ["# Model families of diffusers", "", *_legend(newest), ""]
+    made_by = f"Made by `{newest['command']}`: {_title(newest)}."
+    lines = ["# Model families of diffusers", "", made_by, "", _LEGEND, ""]
     columns = [*_COLUMNS, *(f"diffusers {run['versions']['diffusers']}" for run in others)]
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in newest["families"]:
@@ -140,12 +141,6 @@ Each model is the real class at a tiny size with random weights, real padding ma
 - **left alone**: attention that is not ours.
 
 In every row what was there before is back after removal, the same objects and the same bits."""
-
-
-def _legend(run: dict[str, Any]) -> Iterator[str]:
-    yield f"Made by `{run['command']}`: {_title(run)}."
-    yield ""
-    yield _LEGEND
 
 
 def _beside(run: dict[str, Any], family: str) -> str:

@@ -24,34 +24,34 @@ def folder_for(card: str, out: Path) -> Path:
     return out / (re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-") or "unknown")
 
 
-def conditions(facts: dict[str, Any], made_from: Iterable[str], sizes: str, root: Path = ROOT) -> dict[str, str]:
+def conditions(facts: dict[str, Any], made_from: Iterable[str], sizes: str) -> dict[str, str]:
     """The conditions that a result holds for: card, versions, the content of the files that it depends on, and how
     large it was run.
 
     Args:
         facts: of :mod:`.card`.
-        made_from: files and folders below ``root``.
+        made_from: files and folders of the repository.
     """
     chosen = {name: str(facts["versions"].get(name, "")) for name in _CONDITIONS}
-    return {"card": str(facts["card"]["name"]), **chosen, "code": hash_of(made_from, root), "sizes": sizes}
+    return {"card": str(facts["card"]["name"]), **chosen, "code": hash_of(made_from), "sizes": sizes}
 
 
-def hash_of(made_from: Iterable[str], root: Path) -> str:
+def hash_of(made_from: Iterable[str]) -> str:
     """Hash of files, by name and content, whether git knows them or not."""
     found = hashlib.sha256()
     for name in made_from:
-        top = root / name
+        top = ROOT / name
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             if path.is_file() and not _IGNORED.intersection(path.parts):
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
-                found.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
+                found.update(f"{path.relative_to(ROOT).as_posix()} {content}\n".encode())
     return found.hexdigest()[:16]
 
 
-def commit(root: Path = ROOT) -> str:
+def commit() -> str:
     """The commit that is checked out, with a plus where files differ from it; "" without git."""
     try:
-        described = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+        described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
         return subprocess.run(described, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
