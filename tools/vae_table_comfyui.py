@@ -17,7 +17,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,44 +185,25 @@ def cast_on_every_call(network: Any) -> None:
             module.bias_function = [lambda bias: bias.clone()]
 
 
-@dataclass
-class Row:
-    """Result of one method of one family; peaks in bytes."""
-
-    family: str
-    method: str
-    shape: tuple[int, ...]
-    outcome: str = ""
-    difference: float | None = None
-    rounding: float | None = None
-    peak: int | None = None
-    peak_in_bands: int | None = None
-    whole: str = ""
-
-    def __str__(self) -> str:
-        """A line of the table."""
-        numbers = [f"{value:.1e}" if value is not None else "" for value in (self.difference, self.rounding)]
-        peaks = [f"{value / 2**20:.1f}" if value is not None else "" for value in (self.peak, self.peak_in_bands)]
-        shape, outcome = "x".join(map(str, self.shape)), self.outcome.replace("|", "/")
-        return f"| {' | '.join([self.family, self.method, shape, outcome, *numbers, *peaks, self.whole])} |"
-
-
 def largest(one: Tensor, other: Tensor) -> float:
     """The largest difference."""
     return float((one.double() - other.double()).abs().max())
 
 
-def compare(row: Row, network: Any, dtype: torch.dtype, *, casts: bool, budget_mib: float) -> None:
-    """Fill the row: the method of the network as it is and in bands."""
+def compare(
+    network: Any, method: str, shape: tuple[int, ...], dtype: torch.dtype, *, casts: bool, budget_mib: float
+) -> list[str]:
+    """The method of the network as it is and in bands: the cells of its row from the outcome on, as many as are known.
+    Peaks are in MiB."""
     generator = torch.Generator().manual_seed(1)
-    if row.method == "decode":
-        given = torch.randn(row.shape, generator=generator)
+    if method == "decode":
+        given = torch.randn(shape, generator=generator)
     else:
-        given = 2 * torch.rand(row.shape, generator=generator) - 1
+        given = 2 * torch.rand(shape, generator=generator) - 1
 
     def call(network: Any, given: Tensor) -> Tensor:
         torch.manual_seed(2)
-        return getattr(network, row.method)(given.clone())
+        return getattr(network, method)(given.clone())
 
     network, given = with_random_weights(network).to(dtype), given.to(dtype)
     wide, others = torch.float64 if dtype == torch.float32 else torch.float32, []
@@ -232,47 +212,46 @@ def compare(row: Row, network: Any, dtype: torch.dtype, *, casts: bool, budget_m
     if casts:
         cast_on_every_call(network)
     stock = measure(lambda: call(network, given))
-    row.peak = stock.peak_bytes
+    peak = f"{stock.peak_bytes / 2**20:.1f}"
     if not bool(stock.out.isfinite().all()):
-        row.outcome = "ComfyUI itself: gives NaN or infinity with these weights"
-        return
-    signs = torch.sign(torch.randn(row.shape, generator=generator)).to(dtype)
+        return ["ComfyUI itself: gives NaN or infinity with these weights", "", "", peak]
+    signs = torch.sign(torch.randn(shape, generator=generator)).to(dtype)
     others.append(call(network, given * (1 + torch.finfo(dtype).eps / 2 * signs)))
     with patch_vae(network, budget_mib=budget_mib) as patch:
         call(network, given)  # the proof, so that it is not measured
         bands = measure(lambda: call(network, given))
         state = patch.report().calls[-1]
     if state.figures is None or state.state != "on":
-        row.outcome = f"refused: {state.why}"
-        return
+        return [f"refused: {state.why}", "", "", peak]
     scale = max(float(stock.out.float().abs().max()), 1e-30)
-    row.difference = largest(bands.out, stock.out) / scale
-    row.rounding = max(largest(stock.out, other) for other in others) / scale
-    row.peak_in_bands = bands.peak_bytes
-    row.whole = ", ".join(f"{name} ({count})" for name, count in sorted(state.figures.whole.items()))
-    limit = max(2 * row.rounding, 16 * torch.finfo(dtype).eps)
+    difference = largest(bands.out, stock.out) / scale
+    rounding = max(largest(stock.out, other) for other in others) / scale
+    whole = ", ".join(f"{name} ({count})" for name, count in sorted(state.figures.whole.items()))
+    limit = max(2 * rounding, 16 * torch.finfo(dtype).eps)
     is_alike = bands.out.shape == stock.out.shape and bands.out.dtype == stock.out.dtype
-    row.outcome = "exact" if is_alike and row.difference <= limit else "WRONG"
+    outcome = "exact" if is_alike and difference <= limit else "WRONG"
+    return [outcome, f"{difference:.1e}", f"{rounding:.1e}", peak, f"{bands.peak_bytes / 2**20:.1f}", whole]
 
 
-def rows(names: list[str], **conditions: Any) -> list[Row]:
-    """Print and return a row for each method of each family whose name contains one of ``names``."""
+def outcomes(names: list[str], **conditions: Any) -> list[str]:
+    """Print a row for each method of each family whose name contains one of ``names``; return their outcomes."""
     found = []
     for family in FAMILIES:
         if names and not any(name.lower() in family.name.lower() for name in names):
             continue
         for method, shape in (("decode", family.latent), ("encode", family.picture)):
-            found.append(Row(family.name, method, shape))
             try:
                 with torch.inference_mode(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                     warnings.simplefilter("ignore")
-                    compare(found[-1], family.build(), **conditions)
+                    cells = compare(family.build(), method, shape, **conditions)
             except (ImportError, AttributeError) as error:
-                found[-1].outcome = f"not in this ComfyUI: {error}"
+                cells = [f"not in this ComfyUI: {error}"]
             except Exception as error:
                 traceback.print_exc()
-                found[-1].outcome = f"ComfyUI itself: {type(error).__name__}: {error}".splitlines()[0]
-            print(found[-1], flush=True)
+                cells = [f"ComfyUI itself: {type(error).__name__}: {error}".splitlines()[0]]
+            found.append(cells[0])
+            cells = [family.name, method, "x".join(map(str, shape)), cells[0].replace("|", "/"), *cells[1:]]
+            print(f"| {' | '.join([*cells, *[''] * (len(COLUMNS) - len(cells))])} |", flush=True)
     return found
 
 
@@ -293,12 +272,12 @@ def main() -> int:
     importlib.import_module("comfy.options").enable_args_parsing()
     importlib.import_module("comfy.sd")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    found = rows(given.pop("names"), dtype=getattr(torch, name), **given)
+    found = outcomes(given.pop("names"), dtype=getattr(torch, name), **given)
     version = importlib.import_module("comfyui_version").__version__
     casts = ", weights copied in every call" * given["casts"]
-    counts = f"{sum(row.outcome == 'exact' for row in found)} of {len(found)} exact"
+    counts = f"{found.count('exact')} of {len(found)} exact"
     print(f"\nComfyUI {version}, torch {torch.__version__}, {name}{casts}: {counts}")
-    return int(any(row.outcome == "WRONG" for row in found))
+    return int("WRONG" in found)
 
 
 if __name__ == "__main__":
