@@ -10,6 +10,7 @@ function that computes nothing is taken off. On a card that is here the driver's
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import itertools
 import sys
@@ -23,9 +24,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_ffn, sdpa
 from pascal_attn_core.diffusers.redirect import FUNCTIONAL, SdpaRedirect, this_thread
 from pascal_attn_core.patching import interception
 from pascal_attn_core.sdpa_patch import patch_sdpa
@@ -155,6 +156,33 @@ def _switched(out: Tensor) -> Iterator[None]:
             yield
     finally:
         patch.remove()
+
+
+def in_slices() -> Iterator[Case]:
+    """A feed-forward module in four slices, beyond one call of its own on each, and one more."""
+    module, x = (
+        nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)).requires_grad_(False),
+        torch.randn(1, 64, 32),
+    )
+    beside, part = copy.deepcopy(module), x[:, :16]
+    patch_ffn(module, num_chunks=4, min_tokens=2, include="")
+    yield Case("feed-forward in 4 slices", functools.partial(module, x), lambda: [beside(part) for _ in range(5)])
+
+
+def in_comfyui() -> Iterator[Case]:
+    """The override of a patched model, with ComfyUI's answers from the tests: calls that it leaves to the host, and
+    calls that it takes."""
+    from attn_support.comfy.stub import host_attention, make_engine, node_module
+
+    host, override = node_module("comfy.host"), node_module("patches.override")
+    host.throw_if_interrupted, host.compute_device = lambda: None, lambda: torch.device("cpu")
+    host.prompt_id, host.attention_name, host.send_status = lambda: "", lambda: "attention_pytorch", lambda *given: None
+    given, options = [torch.randn(1, 70, 32) for _ in range(3)], {"transformer_options": {"block": ("middle", 0)}}
+    for name, min_keys in (("passed on", 1 << 20), ("taken", 0)):
+        engine = make_engine(min_keys=min_keys)
+        ours = override.make_override(engine, functools.partial(override.by_engine, engine, override.Scope()), None)
+        run: Run = functools.partial(ours, host_attention, *given, 4, **options)
+        yield Case(f"ComfyUI, {name}", run, functools.partial(host_attention, *given, 4, **options))
 
 
 # ---- kernels on fake cards -------------------------------------------------------------------------------------------
@@ -288,7 +316,8 @@ def main() -> None:
     if "card" in options.on and not torch.cuda.is_available():
         parser.error("no CUDA device was found")  # status 2
     torch.set_num_threads(1)
-    places = {"cpu": on_cpu, "fake": on_fake_cards, "card": functools.partial(on_card, device=options.device)}
+    cpu = itertools.chain(on_cpu(), in_slices(), in_comfyui())
+    places = {"cpu": lambda: cpu, "fake": on_fake_cards, "card": functools.partial(on_card, device=options.device)}
     for where in options.on:
         for case in places[where]():
             with suppress(UnsupportedAttention):

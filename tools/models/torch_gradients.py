@@ -1,4 +1,4 @@
-"""What torch's kernel for gradients in float32 on Pascal issues, executed on a CPU:
+"""Counts the instructions that torch's kernel for gradients in float32 on Pascal issues, executed on a CPU:
 ``python -m tools.models.torch_gradients FOLDER``.
 
 The folder holds the machine code of libtorch_cuda.so of torch 2.6.0: ``cuobjdump -arch sm_60 -xelf all`` puts it there,
