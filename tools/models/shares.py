@@ -233,8 +233,8 @@ def _product(instructions: list[Instruction], chunks: int) -> int:
 
 def gguf_share(cubin: bytes) -> tuple[float, float]:
     """Return the share of dp4a in the main loop of the product with GGUF weights of many rows, and instructions of a
-    float32 product with 85 % FFMA for one there. The loop runs once for each 32 columns; what is jumped over and does not
-    multiply loads or stores a chunk of 64 columns, every other time.
+    float32 product with 85 % FFMA for one there. The loop runs once for each 32 columns; what is jumped over and does
+    not multiply loads or stores a chunk of 64 columns, every other time.
 
     Raises:
         ValueError: there is not one loop with dp4a.
