@@ -259,7 +259,7 @@ def _as_before(given: Given, query: Tensor, key: Tensor, value: Tensor, attn_mas
         return None
     if given.call.needs_grad and not given.route.is_differentiable:
         return RouteFunction.apply(query, key, value, attn_mask, None, given)[0]
-    call = given.of(query, key, value, attn_mask, None)
+    call = given.call.with_tensors(query, key, value, attn_mask, None)
     if call.seq_len_kv != key.shape[-2]:
         call.seq_len_kv = key.shape[-2]
         call.__dict__.pop("num_scores", None)
