@@ -24,7 +24,6 @@ ELSEWHERE = {
 EXPECTED = {
     "pytorch.md": ["route tiled"],
     "troubleshooting.md": ["attention calls", "needs a CUDA or ROCm device"],
-    "algorithm.md": ["Saved(scores=0.49"],
     "vae.md": ["decode of 1x4x", "in bands"],
     "gguf.md": ["Q8_0"],
     "int8.md": ["linear layers in int8, not exact: relative error per layer"],
