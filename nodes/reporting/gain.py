@@ -34,11 +34,11 @@ def say(run: Run) -> None:
 
 def gain_line(runs: Sequence[Run], attention: str) -> str:
     """One sentence for all runs of a report: ``"Gained: ..."``, or why nothing was."""
-    text = gained(runs, attention)
+    text = _gained(runs, attention)
     return f"Gained: {text}." if text else f"{_nothing_because(runs, attention)}."
 
 
-def gained(runs: Sequence[Run], attention: str) -> str:
+def _gained(runs: Sequence[Run], attention: str) -> str:
     """``"1.63 GiB less memory in the largest call (64.0 MiB instead of 1.69 GiB), 41 s less in attention (timed on this
     machine)"`` and so on: what is worth telling; "" = nothing is."""
     taken, found = _taken(runs), []

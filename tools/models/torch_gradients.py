@@ -36,6 +36,7 @@ def issued(kernel: MachineKernel, head_dim: int, keys: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    found = 0
     for code in (path.read_bytes() for path in parser.parse_args().folder.glob("*.cubin")):
         for head_dim in (64, 128):
             name = f"fmha_cutlassB_f32_aligned_64x64_k{head_dim}_sm50"
@@ -44,6 +45,9 @@ def main() -> None:
                 more = issued(kernel, head_dim, 3 * _TILE) - issued(kernel, head_dim, 2 * _TILE)
                 each = more * _THREADS / _QUERIES / _TILE
                 print(f"head_dim {head_dim}: {each:.0f} instructions per score, {5 * head_dim / each:.1%} multiply")
+                found += 1
+    if not found:
+        parser.error("FOLDER must hold *.cubin with fmha_cutlassB_f32_aligned_64x64_k64_sm50 or k128, got none")
 
 
 if __name__ == "__main__":
