@@ -60,9 +60,6 @@ class AttentionConfig:
         devices: two or more, such as ``("cuda:0", "cuda:1")``: calls whose tensors are on the first are divided among
             all of them if that is faster; see docs/several-cards.md.
         share_from_tokens: calls with fewer queries or keys stay on the first device.
-        atomic_gradients: the route ``fused`` may compute gradients by five matrix products instead of seven, which adds
-            the gradient of query to memory in no fixed order: its last bits may differ from run to run. Not while
-            ``torch.use_deterministic_algorithms`` is on.
     """
 
     route: str = "auto"
@@ -75,7 +72,6 @@ class AttentionConfig:
     fused: bool = True
     devices: tuple[str, ...] = ()
     share_from_tokens: int = 1024
-    atomic_gradients: bool = False
 
     token: ClassVar[str] = ""
     """The fields that differ from the default as one string, ``"route=tiled;budget_mib=16"``: a value that a custom
@@ -88,7 +84,7 @@ class AttentionConfig:
             value = getattr(self, name)
             if value is not None or getattr(AttentionConfig, name) is not None:
                 check_number(name, value, kind, least, most)
-        check_bools(self, "trim_masks", "fused", "atomic_gradients")
+        check_bools(self, "trim_masks", "fused")
         object.__setattr__(self, "devices", _device_names(self.devices))
         values = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
         changed = ((name, value) for name, value, default in values if value != default)

@@ -48,8 +48,7 @@ class FlashOptions(NamedTuple):
 
     @property
     def config_in_force(self) -> AttentionConfig:
-        config = config_of(self.config)
-        return replace(config, atomic_gradients=False) if self.deterministic and config.atomic_gradients else config
+        return config_of(self.config)
 
     def check_slopes(self, batch: int, heads: int) -> None:
         if self.slopes is not None and self.slopes.shape not in ((heads,), (batch, heads)):

@@ -12,7 +12,7 @@ from ..config import AttentionConfig, RouteUnavailable
 from ..fused.launch.plan import Packed, Plan
 from ..routes import fused, tensor
 from ..routes.route import Choice, Request
-from ..routes.run import by, note, route_named, with_remark
+from ..routes.run import by, note, route_named
 from ..routes.torch_kernel import is_torchs_alone
 from .options import FlashOptions
 
@@ -48,7 +48,7 @@ def packed_attend(
     if isinstance(plan, list) or (config.route == "auto" and fused.why_untried(call, plan)):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"
-    choice = with_remark(Choice(route_named(route), why, plan))
+    choice = Choice(route_named(route), why, plan)
     try:
         out, lse, *_ = by(choice, call, config, with_lse=with_lse, stats=None)
     except RouteUnavailable:

@@ -14,17 +14,16 @@ from ..config import AttentionConfig, RouteUnavailable
 from ..fused.code.source import Variant
 from ..fused.geometry.amd import has_dots
 from ..fused.launch import int8_definition
-from ..fused.launch.backward import backward_launches, sums_bytes
+from ..fused.launch.backward import backward_launches
 from ..fused.launch.fields import rows_are_readable, steps
 from ..fused.launch.forward import forward_launches
 from ..fused.launch.int8 import int8_launches
 from ..fused.launch.packed import packed_launches
-from ..fused.launch.plan import FEW_QUERIES, Packed, Plan, plain_gradients, plan_call, variant_of
+from ..fused.launch.plan import FEW_QUERIES, Packed, Plan, plan_call, variant_of
 from ..fused.launch.repeat import Loaded, Repeat, Repeats
 from ..fused.launch.select import call_reasons
 from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
-from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from .bands import bands, rows_at_once, sample
 from .route import Choice, Request, Route
@@ -151,7 +150,8 @@ class FusedRoute(Route):
     ) -> Gradients:
         """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, of each
         range where the plan has several, and a copy of grad_out if its rows cannot be read as they lie. If one kernel
-        computes all gradients, the float32 sums of a gradient of query in 16 bits come to that. If a kernel cannot be
+        computes all gradients, a fourth number per query row, and the float32 sums of a gradient of query in 16 bits,
+        come to that. If a kernel cannot be
         launched any more, the route ``tiled`` goes back from the same results, unless the call holds several
         sequences."""
         if plan.band_rows:
@@ -215,8 +215,6 @@ class FusedRoute(Route):
 
     def _launch_backward(self, call: AttentionCall, plan: Plan, saved: Results, wanted: Wanted) -> Gradients:
         grad_out, grad_lse, out, lse, log_sum = *wanted[:2], *saved[:3]
-        if torch.are_deterministic_algorithms_enabled() and plan.adds_in_any_order:  # since the forward pass
-            plan = plan._replace(gradients=plain_gradients(call), remark="")
         grad_out = _readable(grad_out.expand(out.shape) if grad_out.shape != out.shape else grad_out, plan.gradients[0])
         if len(call.batch) > 1:
             grad_out, out = grad_out.contiguous(), out.contiguous()
@@ -229,7 +227,7 @@ class FusedRoute(Route):
         grads: Any = plan.repeats and plan.repeats.again(asked, given)
         if not grads:
             grads, loaded = _first_backward(call, plan, given)
-            if plan.repeats is not None and not plan.adds_in_any_order:
+            if plan.repeats is not None:
                 plan.repeats[asked] = Repeat.of(kernels_of(call).queue, loaded, given, grads)
         return Gradients(*_summed(grads, inputs))
 
@@ -294,36 +292,12 @@ def find_plan(
         exceeds = budget_bytes is not None and plan.tail.part_bytes(call) > budget_bytes
         if exceeds or kernels.reasons((plan.tail.variant,)):
             plan = plan._replace(tail=None)
-    if config.atomic_gradients and plan.gradients:
-        plan = _with_atomic_gradients(call, config, plan, kernels, budget_bytes)
+    if plan.is_all_at_once and kernels.reasons(plan.gradients):
+        plan = plan_call(call, info.num_sms, info.capability, **asked, all_at_once=False)
     reasons = kernels.reasons(plan.variants)
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]
     return reasons or plan
-
-
-def _with_atomic_gradients(
-    call: AttentionCall, config: AttentionConfig, plan: Plan, kernels: Kernels, budget_bytes: int | None
-) -> Plan:
-    """The plan with one kernel for all gradients, or with the reason why it keeps those of fixed order."""
-    info, variant = runtime_of(call.query.device).info, variant_of(call, "grad_all", kernels.variant_arch)
-    most = Request(call, config).budget_bytes if budget_bytes is None else budget_bytes
-    if torch.are_deterministic_algorithms_enabled():
-        reason = "torch.use_deterministic_algorithms is on"
-    elif info.kind != "cuda":
-        reason = "atomic_gradients needs an NVIDIA GPU"
-    elif info.capability is None or not variant.runs_on(info.capability):
-        reason = "atomic_gradients is for compute capability 5.0 to 7.5"
-    elif not variant.exists:
-        reason = f"atomic_gradients has no kernel for head_dim {variant.head_dim}"
-    elif sums_bytes(call) > most:
-        reason = f"the sums of atomic_gradients take {sums_bytes(call) // MIB} MiB, more than {most // MIB} MiB"
-    else:
-        reason = "; ".join(kernels.reasons((variant,)))
-    if reason:
-        return plan._replace(remark=f"its gradients in seven products: {reason}")
-    remark = "its gradients in five products, by atomic additions"
-    return plan._replace(gradients=(variant,), ranges=(1, 1), remark=remark)
 
 
 def _summed(grads: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:

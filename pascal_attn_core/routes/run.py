@@ -37,7 +37,6 @@ import torch
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, without_autocast
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
-from ..fused.launch.plan import Plan
 from ..observe import report
 from . import derivatives
 from .fused import FusedRoute, Int8Route
@@ -113,19 +112,12 @@ def choose(
         plan = route.plan(request) if route.is_differentiable or call.order < 3 else [BEYOND_SECONDS]
         if isinstance(plan, list):
             raise UnsupportedAttention(config.route, plan)
-        return with_remark(Choice(route, "asked for by name", plan))
+        return Choice(route, "asked for by name", plan)
     for route in ROUTES:
         choice = route.claim(request) if route.is_differentiable or call.order < 3 else None
         if choice is not None:
-            return with_remark(choice)
+            return choice
     raise UnsupportedAttention("auto", [reason for name in ("torch", "tiled") for reason in _reasons(request, name)])
-
-
-def with_remark(choice: Choice) -> Choice:
-    """The choice with the plan's remark about the kernels added to its sentence."""
-    if isinstance(choice.plan, Plan) and choice.plan.remark:
-        return replace(choice, why=f"{choice.why}; {choice.plan.remark}")
-    return choice
 
 
 def _reasons(request: Request, name: str) -> list[str]:

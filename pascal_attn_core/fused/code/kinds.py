@@ -144,9 +144,9 @@ TABLE = {
     "grad_query": Kind((*_BACKWARD, "delta.cuh", "grad_query.cu"), {}, ("pa_delta", "pa_grad_query")),
     "grad_key_value": Kind((*_BACKWARD, "grad_key_value.cu"), {}, ("pa_grad_key_value",)),
     "grad_all": Kind(
-        (*_BACKWARD, "delta.cuh", "query_sums.cuh", "grad_key_value.cu"),
+        (*_BACKWARD, "query_sums.cuh", "delta.cuh", "grad_key_value.cu"),
         {"PA_ALL": 1},
-        ("pa_grad_all", "pa_delta", "pa_round_query"),
+        ("pa_grad_all", "pa_delta_all", "pa_round_query"),
         below=(8, 0),
     ),
     "int8": Kind(

@@ -118,7 +118,11 @@ class Backward(Params):
 
 
 class AllGradients(Backward):
-    _fields_ = [*_fields(_POINTER, "sums"), *_fields(_I64, "sums_b sums_h sums_s")]
+    _fields_ = [
+        *_fields(_POINTER, "sums"),
+        *_fields(_I64, "sums_b sums_h sums_s"),
+        *_fields(_POINTER, "turns begun"),
+    ]
 
 
 class TensorBackward(Backward):

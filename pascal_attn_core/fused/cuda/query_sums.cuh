@@ -1,27 +1,20 @@
 // The fifth product of the backward pass in one kernel, and its way into memory:
 //   product_queries:  O[c][d] += sum_r dS[r][c] * K[r][d]     dS comes from registers, K is staged as it lies
-//   add_queries:      sums[c][d] += O[c][d]                   atomically: other blocks add what their keys give
+//   add_queries:      sums[c][d] += O[c][d]                   behind what the tiles of keys before have added
 // r counts the keys of the tile that stays, c the queries of the one that moves.
-
-struct AllGradients : Backward {
-    float* sums;  // [B, Hq, Lq, D] of dQ, zero before: dQ itself where that is float32
-    i64 sums_b, sums_h, sums_s;
-};
+//
+// A tile of queries is added to by the tiles of keys that see it, one after the other: turns says how many have, and a
+// block waits until it is its turn. Blocks take the tiles of keys in the order in which they begin, the first of all
+// heads first: a block waits only for such as have begun before it, so that one of them always goes on, whichever blocks
+// a device holds at a time.
 
 #define QN (PA_BC / PA_TY)               // queries of O per thread
 #define PART_KEYS (PA_BR / PA_PSPLIT)    // keys of dS in shared memory at a time
-// Of each four queries of a thread as many are added at a time as shared memory has room for, and of a warp these rows.
-#define AT_ONCE (4 * PA_TY * PA_D <= SMEM_TILE ? 4 : 2)
-#define WARP_ROWS (32 / PA_TX * AT_ONCE)
 #define QUERY(i) (t.ty * 4 + ((i) & 3) + ((i) >> 2) * 4 * PA_TY)
 
 #if (QN % 4) || (RM / PA_PSPLIT % 4) || (PART_KEYS % PA_VC) || (PA_VC % 8) || (PA_TX % 8) || (PA_TY % 8)
 #error "unsupported geometry of the product for dQ"
 #endif
-#if AT_ONCE * PA_TY * PA_D > SMEM_TILE
-#error "the sums of dQ do not fit shared memory"
-#endif
-
 // dS[key][query] with the groups of four queries xor-ed with this: spreads the float4 stores of lanes that hold
 // neighbouring groups of keys over all banks.
 #define KEY_SWIZZLE(key_group) (((key_group) & 1) << 2)
@@ -71,47 +64,66 @@ INLINE void product_queries(float (&O)[QN][DN], const float (&dS)[RM][CN], Movin
     }
 }
 
-// The counterpart of load_columns.
-INLINE void store_columns(float* row, const float* w, const Lane& t) {
-    FOR(j, DN4) {
-        float4 f;
-        f.x = w[4 * j]; f.y = w[4 * j + 1]; f.z = w[4 * j + 2]; f.w = w[4 * j + 3];
-        *(float4*)(row + j * 4 * PA_TX + t.tx * 4) = f;
+// out: the sums of the tile's first query; queries: how many the tile has.
+INLINE void add_queries(float* out, i64 stride, const float (&O)[QN][DN], float factor, int queries, int dim,
+                        const Lane& t) {
+    FOR(i, QN) {
+        if (QUERY(i) >= queries) continue;
+        float* const row = out + QUERY(i) * stride;
+        FOR(j, DN4) {
+            const int c = j * 4 * PA_TX + t.tx * 4;
+            if (PA_PAD && c >= dim) continue;
+            float4 f = __ldcg((const float4*)(row + c));
+            f.x = fmaf(O[i][4 * j], factor, f.x);
+            f.y = fmaf(O[i][4 * j + 1], factor, f.y);
+            f.z = fmaf(O[i][4 * j + 2], factor, f.z);
+            f.w = fmaf(O[i][4 * j + 3], factor, f.w);
+            *(float4*)(row + c) = f;
+        }
+        FOR(j, DNR) {
+            const int c = sum_column(DN4 * 4 + j, t);
+            if (PA_PAD && c >= dim) continue;
+            row[c] = fmaf(O[i][DN4 * 4 + j], factor, __ldcg(row + c));
+        }
     }
-    FOR(j, DNR) row[sum_column(DN4 * 4 + j, t)] = w[DN4 * 4 + j];
 }
 
-// Each warp passes its rows through shared memory, so that its lanes add to numbers that lie side by side: a sector of
-// the cache is updated once instead of once for each of its numbers. All threads are done with shared memory before.
-// out: the sums of the tile's first query; queries: how many the tile has.
-INLINE void add_queries(float* out, i64 stride, const float (&O)[QN][DN], float factor, int queries, int dim, float* sm,
-                        const Lane& t) {
-    float* const own = sm + t.tid / 32 * WARP_ROWS * PA_D;
-    const int lane = t.tid % 32;
-    FOR(g, QN / AT_ONCE) {
-        if (g > 0) __syncwarp();  // the rows before have been added
-        FOR(i, AT_ONCE) {
-            float w[DN];
-            FOR(j, DN) w[j] = O[AT_ONCE * g + i][j] * factor;
-            store_columns(own + (t.ty % (32 / PA_TX) * AT_ONCE + i) * PA_D, w, t);
-        }
-        __syncwarp();
-        // Of the warp's first thread, at this point of it.
-        const int first = t.tid / 32 * (128 / PA_TX) + AT_ONCE * g % 4 + AT_ONCE * g / 4 * 4 * PA_TY;
-        float* row = out + first * stride + lane;
-        FOR(r, WARP_ROWS) {
-            if (first + r / AT_ONCE * 4 + r % AT_ONCE < queries)
-                FOR(c, (PA_D + 31) / 32)
-                    if ((!PA_PAD && PA_D % 32 == 0) || c * 32 + lane < (PA_PAD ? dim : PA_D))
-                        atomicAdd(row + c * 32, own[r * PA_D + c * 32 + lane]);
-            row += (r + 1) % AT_ONCE ? stride : (5 - AT_ONCE) * stride;
-        }
-    }
+struct AllGradients : Backward {
+    float* sums;  // [B, Hq, Lq, D] of dQ, rows of 16 bytes each: dQ itself where that is such float32
+    i64 sums_b, sums_h, sums_s;
+    u32* turns;  // [B, Hq, Lq], of a tile of queries the number at its first one
+    u32* begun;  // how many blocks have
+};
+
+// The number of this block among all of the call, which may be launched in parts.
+INLINE int number_of_block(u32* begun, float* sm, const Lane& t) {
+    if (t.tid == 0) *(volatile u32*)sm = atomicAdd(begun, 1u);
+    __syncthreads();
+    const int number = *(volatile int*)sm;
+    __syncthreads();
+    return number;
+}
+
+// One thread waits, and passes the turn on, for its block. By PTX's memory model ("Memory Consistency Model") a fence
+// speaks for what barriers before it have told its thread, and for what the thread itself has read: behind the next
+// barrier the block sees the sums.
+INLINE void wait_for_turn(volatile u32* turn, u32 own) {
+#ifdef PA_CPU_EMU
+    emu_wait(turn, own);
+#else
+    while (*turn != own) {}
+#endif
+    __threadfence();
+}
+
+INLINE void pass_turn(volatile u32* turn, u32 own) {
+    __threadfence();
+    *turn = own + 1;
 }
 
 // What the keys of the tile from row0 on give to dQ of the queries from col0 on: `rows` and `cols` are how many there are.
 INLINE void add_to_queries(const AllGradients& p, const float (&dS)[RM][CN], int b, int h, int hk, int row0, int rows,
-                           int col0, int cols, float* sm, const Lane& t) {
+                           int col0, int cols, volatile u32* turn, u32 own, float* sm, const Lane& t) {
     float dQ[QN][DN];
     FOR(i, QN) FOR(j, DN) dQ[i][j] = 0.f;
     // Rows behind the last key hold that key's dS, or zeros where its probability is; of K they read zeros.
@@ -119,9 +131,12 @@ INLINE void add_to_queries(const AllGradients& p, const float (&dS)[RM][CN], int
     Moving keys = moving_rows(first_key, p.ks, p.dim, anew(t));
     __syncthreads();  // dS and Q of the product for dK have been consumed
     product_queries(dQ, dS, keys, rows, p.dim, sm, anew(t));
-    __syncthreads();  // dS and K too
+    if (t.tid == 0) wait_for_turn(turn, own);
+    __syncthreads();
     float* const sums = p.sums + sequence_at(p.cu_q, b, p.sums_b, p.sums_s) + h * p.sums_h + col0 * p.sums_s;
-    add_queries(sums, p.sums_s, dQ, p.scale, cols, p.dim, sm, anew(t));
+    add_queries(sums, p.sums_s, dQ, p.scale, cols, p.dim, anew(t));
+    __syncthreads();  // the sums are there
+    if (t.tid == 0) pass_turn(turn, own);
 }
 
 // The finished sums of dQ in its own dtype: one warp per query row.

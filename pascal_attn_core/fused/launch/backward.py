@@ -81,7 +81,7 @@ def _by_ranges(launch: Launch, ranges: int, **grads: Tensor) -> Iterator[Launch]
 def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:
     grad_out, out, lse, *rest = view.rest
     grad_query, grad_key, grad_value, *optional = rest
-    stats = lse.new_empty((3, lse.numel()), dtype=torch.float32)
+    stats = lse.new_empty((4 if plan.is_all_at_once else 3, lse.numel() + 1), dtype=torch.float32)
     fields = common_fields(call, view) | {
         "log_sum": optional.pop(0).data_ptr() if has_log_sum else 0,
         "grad_lse": optional.pop(0).data_ptr() if has_grad_lse else 0,
@@ -96,7 +96,7 @@ def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool,
         **result_fields(grad_value, "dv", "dv"),
     }
     work = work_of(call)
-    if plan.adds_in_any_order:
+    if plan.is_all_at_once:
         return _launches_at_once(call, view, plan.gradients[0], fields, stats, work)
     query, key = plan.gradients
     if query.on_tensor_cores:
@@ -118,21 +118,15 @@ def _launches_at_once(
     grad_query = view.rest[3]
     is_float32 = grad_query.dtype == torch.float32
     sums = grad_query if is_float32 else torch.empty_like(grad_query, dtype=torch.float32)
-    sums.zero_()
     delta_grid, _, grid = _grids(call, view, variant, variant)
-    params = AllGradients(**fields, **result_fields(sums, "sums", "sums_"))
+    turns = {"turns": stats[3].data_ptr(), "begun": stats[3, -1:].data_ptr()}
+    params = AllGradients(**fields, **result_fields(sums, "sums", "sums_"), **turns)
     keep = (stats, sums, *view.tensors)
     launches = [
-        Launch(variant, "pa_delta", delta_grid, 128, Backward(**fields), keep),
+        Launch(variant, "pa_delta_all", delta_grid, 128, params, keep),
         Launch(variant, "pa_grad_all", grid, variant.geometry.threads, params, keep, 5 * work // 2),
     ]
     return launches if is_float32 else [*launches, Launch(variant, "pa_round_query", delta_grid, 128, params, keep)]
-
-
-def sums_bytes(call: AttentionCall) -> int:
-    """Memory that a kernel of all gradients takes besides the gradients and the three numbers of every query row."""
-    wide = call.query.dtype == torch.float32
-    return 0 if wide else 4 * call.batch_size * call.num_heads * call.seq_len_q * call.head_dim
 
 
 Grid = tuple[int, int, int]

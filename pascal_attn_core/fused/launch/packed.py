@@ -6,7 +6,7 @@ from ..code.source import Variant
 from . import Launch
 from .plan import Packed
 
-_OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta", "pa_round_query")
+_OF_EACH_QUERY = ("pa_delta", "pa_delta_all", "pa_tensor_delta", "pa_round_query")
 
 
 def packed_launches(launches: list[Launch], packed: Packed | None) -> list[Launch]:

@@ -86,7 +86,6 @@ class Plan(NamedTuple):
         tail: the last rows of every head, where another kernel computes them.
         band_rows: query rows that run at a time, each band by a plan of its own; 0 = all at once.
         ranges: of keys for the gradient of query, and of queries for those of key and value: see :func:`num_ranges`.
-        remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
         repeats: the launches of calls of one kind, where they are kept.
     """
 
@@ -98,7 +97,6 @@ class Plan(NamedTuple):
     tail: TailRows | None = None
     band_rows: int = 0
     ranges: tuple[int, int] = (1, 1)
-    remark: str = ""
     repeats: Repeats | None = None
 
     def repeatable(self) -> Plan:
@@ -106,8 +104,8 @@ class Plan(NamedTuple):
         return self._replace(repeats=Repeats())
 
     @property
-    def adds_in_any_order(self) -> bool:
-        """Whether one kernel computes all gradients, and adds that of query to memory in no fixed order."""
+    def is_all_at_once(self) -> bool:
+        """Whether one kernel computes all gradients."""
         return [variant.kind for variant in self.gradients] == ["grad_all"]
 
     @property
@@ -131,6 +129,7 @@ def plan_call(
     for_grad: bool = False,
     packed: Packed | None = None,
     arch: str = "",
+    all_at_once: bool = True,
 ) -> Plan:
     """The plan of a call that the kernels on plain cores can take.
 
@@ -138,11 +137,17 @@ def plan_call(
         num_sms: multiprocessors of the device.
         capability: its compute capability; None = a multiprocessor holds the blocks that kernels are compiled for.
         arch: of AMD's devices, as :func:`..geometry.amd.kernel_arch` says it.
+        all_at_once: one kernel may compute all gradients, where it is the faster way.
     """
     if int8:
         return Plan(variant_of(call, "int8", arch))
-    gradients = plain_gradients(call, arch) if for_grad else ()
-    ranges = _gradient_ranges(call, gradients, num_sms, capability)
+    gradients: tuple[Variant, ...] = plain_gradients(call, arch) if for_grad else ()
+    ranges = (1, 1) if packed else _gradient_ranges(call, gradients, num_sms, capability)
+    at_once = variant_of(call, "grad_all", arch)
+    if for_grad and all_at_once and at_once.exists and capability is not None and at_once.runs_on(capability):
+        places = num_sms * resident_blocks(at_once, capability)
+        if is_faster_at_once(Shape.of(call, packed), at_once.geometry, places, ranges):
+            gradients, ranges = (at_once,), (1, 1)
     whole, split = (variant_of(call, kind, arch) for kind in forward_kinds(call))
     if packed is not None:
         return Plan(whole, 0, gradients, packed)
@@ -312,7 +317,8 @@ class Shape(NamedTuple):
     has_mask: bool
 
     @staticmethod
-    def of(call: AttentionCall) -> Shape:
+    def of(call: AttentionCall, packed: Packed | None = None) -> Shape:
+        """``packed``: as if all its sequences were the longest."""
         tokens, keys, band = call.seq_len_q, call.seq_len_kv, None
         if call.has_band:
             low = -tokens - keys if call.left is None else call.offset - call.left
@@ -320,7 +326,8 @@ class Shape(NamedTuple):
         elif call.attn_mask is None:
             keys = planned_keys(tokens, keys)
         has_mask = call.attn_mask is not None
-        return Shape(call.batch_size, call.num_heads, call.groups, tokens, keys, band, has_mask)
+        shape = Shape(call.batch_size, call.num_heads, call.groups, tokens, keys, band, has_mask)
+        return shape._replace(batch=packed.count, tokens=packed.max_q, keys=packed.max_k) if packed else shape
 
     @property
     def transposed(self) -> Shape:
@@ -392,6 +399,23 @@ def num_ranges(shape: Shape, variant: Variant, places: int, num_sms: int) -> int
         ranges -= 1
     fits = shape.batch * heads * len(sizes) <= num_sms
     return ranges if fits and ranges >= 2 * shape.batch else 1
+
+
+def is_faster_at_once(shape: Shape, geometry: AnyGeometry, places: int, ranges: tuple[int, int]) -> bool:
+    """Whether the kernel of five products is faster than those of three and four, for which the columns are cut into
+    ``ranges``. places: blocks that the device holds at a time.
+
+    Time is counted in tiles of one product. Those of a head begin one after the other, since the second tile of keys
+    adds to the first tile of queries when the first tile of keys has, and so on: see ``query_sums.cuh``."""
+    of_keys = shape.transposed
+    met, met_by_queries = key_tiles(of_keys, geometry), key_tiles(shape, geometry)
+    heads = shape.batch * of_keys.heads
+    each = heads * sum(met) * shape.groups / places
+    longest = max(met) * shape.groups
+    at_once = max(max(each, longest) + min(len(met), places / heads), len(met))
+    of_query = max(each, max(met_by_queries) if ranges[0] == 1 else 0)
+    of_key = max(each, longest if ranges[1] == 1 else 0)
+    return 5 * at_once < 0.95 * (3 * of_query + 4 * of_key)
 
 
 def _keys_met(shape: Shape, geometry: AnyGeometry, group: int) -> tuple[int, ...]:

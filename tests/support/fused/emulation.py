@@ -52,7 +52,7 @@ _PARAMS = {
     "pa_.*even.*": "TensorEven",
     "pa_(tensor|volta)_(grad.*|delta)|pa_gradient_bits": "TensorBackward",
     "pa_(tensor|volta|wmma).*|pa_mask_bits": "TensorForward",
-    "pa_(grad_all|round_query)": "AllGradients",
+    "pa_(delta_all|grad_all|round_query)": "AllGradients",
     "pa_(delta|grad.*)": "Backward",
     "pa_.*": "Forward",
 }

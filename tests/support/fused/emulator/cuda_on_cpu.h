@@ -46,6 +46,9 @@ static inline X atomicAdd(X* number, X more) {
     *(volatile X*)number = before + more;
     return before;
 }
+template <class X>
+static inline X __ldcg(const X* at) { return *at; }
+static inline void emu_wait(volatile uint32_t* counter, uint32_t n) { emu::wait_for(counter, n); *counter; }
 static inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);
     return sum;
