@@ -50,13 +50,14 @@ from pascal_attn_core.fused.launch.backward import backward_launches  # noqa: E4
 from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.int8 import int8_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Plan, plan_call, variant_of  # noqa: E402
+from pascal_attn_core.fused.launch.repeat import addresses  # noqa: E402
 from pascal_attn_core.fused.trust.verify import all_gradients  # noqa: E402
 from pascal_attn_core.reference import reference_sdpa  # noqa: E402
 from tools.models.shares import KERNELS  # noqa: E402
 
 DRIVER = Path(__file__).parent / "simulator" / "driver.cc"
 CARD = Path("configs") / "tested-cfgs" / "SM6_TITANX"
-KINDS = ("forward", "grad_query", "grad_key_value", "int8")  # additions to memory by several blocks come out wrong
+KINDS = ("forward", "grad_query", "grad_key_value", "grad_all", "int8")
 RULES: dict[str, Any] = {}  # --causal: the last query sees the last key
 LANES = 128  # multiply-adds per cycle of a multiprocessor
 # One multiprocessor, with a network that needs no file for it, and shuffles that take a plausible time (as they are,
@@ -217,9 +218,10 @@ def gradient_work(variant: Variant, moving: int) -> Work:
     launches = backward_launches(call, plan, grad_out, out, lse, None, None, (grads[0], grads[1], grads[2]))
     (launch,) = (each for each in launches if each.function == KERNELS[variant.kind].function)
     # What pa_delta computes, in its place.
-    delta, shift, _ = launch.keep[0]
+    delta, shift, *_ = launch.keep[0][:, : lse.numel()]
     delta.copy_((out.double() * grad_out.double()).sum(-1).flatten())
     shift.copy_(lse.flatten() / math.log(2))
+    launch.keep[0][2:] = 0
     tensors = [query, key, value, grad_out, out, lse, *grads, launch.keep[0]]
     return Work(launch, tensors, grads[variant.gradients], list(expected[variant.gradients]))
 
@@ -250,9 +252,8 @@ def simulate(library: Path, variant: Variant, moving: int, moves: bool = True) -
         places |= {tensor.data_ptr() + i: at + i for i in range(0, tensor.nbytes, 4)}
     launch = work.launch
     params = type(launch.params).from_buffer_copy(launch.params)
-    for name, kind in params._fields_:
-        if kind is ctypes.c_void_p and getattr(params, name):
-            setattr(params, name, places[getattr(params, name)])
+    for name, address in addresses(params):
+        setattr(params, name, places[address])
     functions, shared = tool.read_cell(tool.read_table()[variant.name][61])
     registers = max(registers for registers, _ in functions)  # those beside it need few
     grid = (ctypes.c_uint * 3)(*launch.grid)
@@ -292,7 +293,7 @@ def steady_share(library: Path, variant: Variant, moving: list[int], folder: Pat
     cycles = []
     for rows in moving:
         found, error = run_in_child(library, variant, rows, folder, moves)
-        what = "queries" if variant.kind == "grad_key_value" else "keys"
+        what = "queries" if variant.gradients.stop == 3 else "keys"
         print(f"{variant.name} {rows} {what}: {found:,} cycles, relative error {error:.1e}", flush=True)
         cycles.append(found)
     scores = variant.geometry.blocks * variant.geometry.rows * abs(moving[1] - moving[0])

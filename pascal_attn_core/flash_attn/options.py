@@ -46,10 +46,6 @@ class FlashOptions(NamedTuple):
         """The options that ``sdpa`` takes too, by its names."""
         return {**dict(zip(self._fields[:6], self)), "enable_gqa": True}
 
-    @property
-    def config_in_force(self) -> AttentionConfig:
-        return config_of(self.config)
-
     def check_slopes(self, batch: int, heads: int) -> None:
         if self.slopes is not None and self.slopes.shape not in ((heads,), (batch, heads)):
             shape = list(self.slopes.shape)
@@ -112,7 +108,7 @@ def attend(
     config, needs_grad = options.config, torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if options.deterministic and needs_grad and q.device.type not in CPU_LIKE:
         # torch's fused kernels sum gradients in the order in which blocks finish
-        config = options.config_in_force
+        config = config_of(options.config)
         config = replace(config, route="tiled") if config.route == "auto" else config
     attention = sdpa_with_lse if with_lse else sdpa
     result = attention(query, key, value, mask, **options.rules(), config=config)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call import PLAIN, Arguments, AttentionCall, check_call, prepared
-from ..config import AttentionConfig, RouteUnavailable
+from ..config import AttentionConfig, RouteUnavailable, config_of
 from ..fused.launch.plan import Packed, Plan
 from ..routes import fused, tensor
 from ..routes.route import Choice, Request
@@ -25,7 +25,7 @@ def packed_attend(
 ) -> tuple[Tensor, Tensor | None] | None:
     """:func:`.varlen.varlen_attend` in one launch, or None where that cannot be or is not the fastest way; the ends of
     the sequences have been read and checked."""
-    config = options.config_in_force
+    config = config_of(options.config)
     # asked before the call is checked, which costs time on every other device too
     if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
         return None

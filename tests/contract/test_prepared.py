@@ -30,7 +30,7 @@ BASE: Spec = {
 }  # fmt: skip
 CONFIGS = [
     {"route": "tiled"}, {"route": "fused"}, {"route": "fused-tensor"}, {"route": "torch"}, {"route": "math"},
-    {"math_limit_mib": 1}, {"fused": False}, {"budget_mib": 1 / 16}, {"q_block": 8}, {"atomic_gradients": True},
+    {"math_limit_mib": 1}, {"fused": False}, {"budget_mib": 1 / 16}, {"q_block": 8},
 ]  # fmt: skip
 OTHERS: dict[str, list[Any]] = {
     "sizes": [(2, 4, 4, 24, 40, 16), (1, 4, 4, 25, 40, 16), (1, 4, 4, 24, 41, 16), (1, 4, 4, 24, 40, 24),
@@ -251,7 +251,6 @@ def _bases() -> list[Spec]:
     configs = [AttentionConfig(math_limit_mib=0, route=route) for route in routes]
     bases += [base | {"config": config} for base, config in zip(bases * 2, configs)]
     bases.append(BASE | {"sizes": OTHERS["sizes"][4], "gqa": True, "is_causal": True})
-    bases.append(BASE | {"wants": "qkv", "config": AttentionConfig(math_limit_mib=0, atomic_gradients=True)})
     return bases
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...attention import sdpa_backward
 from ...call import without_autocast
+from ...config import config_of
 from ..options import PACKED, TOKENS, FlashOptions, alibi_mask, attend, check_layout, flash_options
 from ..signatures import called_as
 from ..varlen import read_lengths, varlen_attend
@@ -124,7 +125,7 @@ def _write_gradients(
     rules = options.rules()
     del rules["dropout_p"]
     grad_out, query, key, value, output = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    rules |= {"attn_mask": alibi_mask(options, q, k), "config": options.config_in_force}
+    rules |= {"attn_mask": alibi_mask(options, q, k), "config": config_of(options.config)}
     with without_autocast(q):
         grads = sdpa_backward(grad_out, query, key, value, output, lse, **rules)
     for target, grad in zip(targets, grads):

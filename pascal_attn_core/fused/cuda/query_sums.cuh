@@ -96,12 +96,10 @@ struct AllGradients : Backward {
 };
 
 // The number of this block among all of the call, which may be launched in parts.
-INLINE int number_of_block(u32* begun, float* sm, const Lane& t) {
-    if (t.tid == 0) *(volatile u32*)sm = atomicAdd(begun, 1u);
+INLINE u32 number_of_block(u32* begun, float* sm, const Lane& t) {
+    if (t.tid == 0) sm[0] = bits_to_float(atomicAdd(begun, 1u));
     __syncthreads();
-    const int number = *(volatile int*)sm;
-    __syncthreads();
-    return number;
+    return float_to_bits(sm[0]);  // a barrier stands before what products stage
 }
 
 // One thread waits, and passes the turn on, for its block. By PTX's memory model ("Memory Consistency Model") a fence

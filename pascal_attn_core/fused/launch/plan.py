@@ -29,6 +29,9 @@ MAX_SPLITS = 64
 FEW_QUERIES, KEYS_STEP = 8, 256
 # Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
 _SPLIT_SPEED = 0.6
+# What it takes until the next tile of keys may add to the same tile of queries (query_sums.cuh), in tiles of a product:
+# some 2,000 cycles of 24,000, by the latencies of memory.
+_HANDED_ON = 0.1
 # Queries or keys of a range, see num_ranges: each block reads its own rows first, and its sums are stored and added.
 _LEAST_RANGE = 256
 # Shared memory of a multiprocessor in KiB by compute capability, or its major version: CUDA C++ programming guide,
@@ -403,19 +406,28 @@ def num_ranges(shape: Shape, variant: Variant, places: int, num_sms: int) -> int
 
 def is_faster_at_once(shape: Shape, geometry: AnyGeometry, places: int, ranges: tuple[int, int]) -> bool:
     """Whether the kernel of five products is faster than those of three and four, for which the columns are cut into
-    ``ranges``. places: blocks that the device holds at a time.
-
-    Time is counted in tiles of one product. Those of a head begin one after the other, since the second tile of keys
-    adds to the first tile of queries when the first tile of keys has, and so on: see ``query_sums.cuh``."""
+    ``ranges``. places: blocks that the device holds at a time."""
     of_keys = shape.transposed
-    met, met_by_queries = key_tiles(of_keys, geometry), key_tiles(shape, geometry)
-    heads = shape.batch * of_keys.heads
-    each = heads * sum(met) * shape.groups / places
-    longest = max(met) * shape.groups
-    at_once = max(max(each, longest) + min(len(met), places / heads), len(met))
-    of_query = max(each, max(met_by_queries) if ranges[0] == 1 else 0)
-    of_key = max(each, longest if ranges[1] == 1 else 0)
+    waits = min(-(-of_keys.tokens // geometry.rows), places / (of_keys.batch * of_keys.heads))
+    # In a window each tile of keys begins behind the one before.
+    at_once = max(_rounds(of_keys, geometry, places, shape.groups), -(-shape.tokens // geometry.cols))
+    at_once += _HANDED_ON * waits
+    of_query = _rounds(shape, geometry, places) if ranges[0] == 1 else _evenly(shape, geometry, places)
+    of_key = _rounds(of_keys, geometry, places, shape.groups) if ranges[1] == 1 else _evenly(shape, geometry, places)
     return 5 * at_once < 0.95 * (3 * of_query + 4 * of_key)
+
+
+def _evenly(shape: Shape, geometry: AnyGeometry, places: int) -> float:
+    """The tiles of each place, where all have as many."""
+    return shape.batch * shape.heads * sum(key_tiles(shape, geometry)) / places
+
+
+def _rounds(shape: Shape, geometry: AnyGeometry, places: int, groups: int = 1) -> float:
+    """Those of the place that has most; each tile of rows meets so many ``groups`` of columns."""
+    sizes, heads = key_tiles(shape, geometry), shape.batch * shape.heads
+    if min(sizes) == max(sizes):
+        return -(-heads * len(sizes) // places) * groups * sizes[0]
+    return max(groups * _evenly(shape, geometry, places), groups * max(sizes))
 
 
 def _keys_met(shape: Shape, geometry: AnyGeometry, group: int) -> tuple[int, ...]:

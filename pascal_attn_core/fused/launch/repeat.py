@@ -67,7 +67,7 @@ class Repeat(NamedTuple):
         zeroed, size = [], 0
         for launch, *_ in loaded:
             own = []
-            for name, address in _addresses(launch.params):
+            for name, address in addresses(launch.params):
                 if name in places:
                     own.append((name, places[name], address - tensors[name].data_ptr()))
                     continue
@@ -131,7 +131,7 @@ class Repeats(dict[Any, Repeat]):
         return None if repeat is None else repeat.again(given, numbers)
 
 
-def _addresses(params: Params) -> list[tuple[str, int]]:
+def addresses(params: Params) -> list[tuple[str, int]]:
     """The fields of parameters that hold addresses, but for those that hold none."""
     found = ((name, getattr(params, name)) for name in _pointers(type(params)))
     return [(name, address) for name, address in found if address]

@@ -272,7 +272,7 @@ WRONG = {
     "forward": ("sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"),
     "split": ("out = fmaf(p.part_out", "out = fmaf(-p.part_out"),
     "grad_query": ("S[i][j] *= dP[i][j] - delta[i]", "S[i][j] *= dP[i][j] + delta[i]"),
-    "grad_all": ("atomicAdd(row + c * 32, own[", "atomicAdd(row + c * 32, -own["),
+    "grad_all": ("f.x = fmaf(O[i][4 * j], factor, f.x)", "f.x = fmaf(-O[i][4 * j], factor, f.x)"),
     "grad_key_value": ("S[i][j] * (dP[i][j] - delta)", "S[i][j] * dP[i][j]"),
     "int8": ("row_sum[i] *= fade;", ""),
     "tensor_grad_query": ("at.b * p.range + p.range_end", "p.range_end"),  # the second range of columns has none

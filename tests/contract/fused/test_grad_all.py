@@ -71,17 +71,15 @@ def test_launches_in_parts_add_to_the_same_sums() -> None:
     assert tiles == {0, 1, 2}
 
 
-def test_the_order_of_blocks_moves_only_the_last_bits() -> None:
+def test_the_order_of_blocks_changes_no_bit() -> None:
     result, grad_out = at_once(forward(*sized(FLOAT32, 64, 70, 330).build())), torch.randn(1, 4, 70, 64)
 
     def backwards(launches: Iterable[Launch], **how: Any) -> int:
         delta, launch = launches
-        return emulate([delta, *reversed(parts(launch, 1))], **how)
+        return emulate([delta, *reversed(parts(launch, 1))], seed=2)
 
     forwards, other = backward(result, grad_out), backward(result, grad_out, run=backwards)
-    assert not torch.equal(forwards[0], other[0])
-    torch.testing.assert_close(forwards[0], other[0], atol=1e-5, rtol=1e-5)
-    assert all(torch.equal(a, b) for a, b in zip(forwards[1:], other[1:]))
+    assert all(torch.equal(a, b) for a, b in zip(forwards, other))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)

@@ -59,7 +59,7 @@ emulate([launch], **how)
 """
 _ONE_QUERY_TOO_MANY = """
 from pascal_attn_core.fused.code.source import source
-right = "r % AT_ONCE < queries"
+right = "QUERY(i) >= queries"
 assert right in source("grad_all")
 mutated = {"grad_all": source("grad_all").replace(right, right + " + 1")}
 query, key = numbers(1, 131, 64), numbers(1, 75, 64)

@@ -208,6 +208,6 @@ def emulate(
             text, place = text
         library = build(launch.variant, text, flags)
         library.leave_out(place)
-        together = 12 if launch.variant.is_even else 1
+        together = 12 if launch.variant.is_even or launch.function == "pa_grad_all" else 1
         barriers += run(library, launch.function, launch.grid, launch.threads, launch.params, seed, together)
     return barriers

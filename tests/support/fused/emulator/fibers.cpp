@@ -114,9 +114,9 @@ static void begin_block(unsigned threads, void (*body)(void*), void* argument) {
     state.ready.assign(threads / PA_WAVE);
 }
 
-// AHEAD: the warps that ran wait for the others. DEADLOCK: the threads wait for each other at different barriers, or some
-// have left a barrier that others wait at.
-enum Progress { GOES_ON, AHEAD, DONE, DEADLOCK };
+// AHEAD: the warps that ran wait for the others. WAITS: nobody can move before another block has counted. DEADLOCK: the
+// threads wait for each other at different barriers, or some have left a barrier that others wait at.
+enum Progress { GOES_ON, AHEAD, WAITS, DONE, DEADLOCK };
 
 // Whether any lane can; those whose counters have got there can, from now on.
 static bool can_run(unsigned number) {
@@ -139,7 +139,11 @@ static Progress run_rounds(uint64_t rounds, bool is_shared) {
         for (unsigned wave = 0; wave < waves; ++wave)
             if (state.running >> wave & 1 && can_run(wave)) ready[count++] = wave;
         if (!count) {
-            if (state.running == ~0ull) return DEADLOCK;
+            if (state.running == ~0ull) {
+                for (unsigned wave = 0; is_shared && wave < waves; ++wave)
+                    if (state.of_lanes[wave].watching) return WAITS;
+                return DEADLOCK;
+            }
             state.running = ~0ull;
             state.turns = 0;
             if (is_shared) return AHEAD;
@@ -168,7 +172,7 @@ struct Resident {
     emu::State state;
     emu::Array<char> shared;
     Index3 index;
-    bool sleeps = false;
+    bool sleeps = false, waits = false;
 
     void change_places() {
         swap(emu::state, state);
@@ -198,10 +202,14 @@ static bool run_together(emu::Array<Index3> blocks, unsigned together, unsigned 
             Resident& next = *residents[count++];
             next.shared.assign(__stop_shared_memory - __start_shared_memory);
             next.index = blocks[--blocks.count];
-            next.sleeps = false;
+            next.sleeps = next.waits = false;
         }
-        bool all_sleep = true;
-        for (unsigned i = 0; i < count; ++i) all_sleep &= residents[i]->sleeps;
+        bool all_sleep = true, all_wait = true;
+        for (unsigned i = 0; i < count; ++i) {
+            all_sleep &= residents[i]->sleeps || residents[i]->waits;
+            all_wait &= residents[i]->waits;
+        }
+        if (all_wait) return false;
         if (all_sleep) residents[emu::draw() % count]->sleeps = false;
         const unsigned one = is_new ? count - 1 : emu::draw() % count;
         Resident& chosen = *residents[one];
@@ -210,6 +218,8 @@ static bool run_together(emu::Array<Index3> blocks, unsigned together, unsigned 
         if (is_new) emu::begin_block(threads, body, p);
         const emu::Progress found = emu::run_rounds(1 + emu::draw() % (1u << emu::draw() % 12), true);
         chosen.change_places();
+        for (unsigned i = 0; found != emu::WAITS && i < count; ++i) residents[i]->waits = false;
+        chosen.waits = found == emu::WAITS;
         if (found == emu::AHEAD) chosen.sleeps = emu::draw() % 4 == 0;
         if (found == emu::DONE) Resident::swap(residents[one], residents[--count]);
         if (found == emu::DEADLOCK) return false;
