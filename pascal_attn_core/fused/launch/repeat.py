@@ -68,8 +68,10 @@ class Repeat(NamedTuple):
         for launch, *_ in loaded:
             own = []
             for name, address in addresses(launch.params):
-                if name in places:
-                    own.append((name, places[name], address - tensors[name].data_ptr()))
+                # The sums of a gradient may be kept in itself.
+                of = "dq" if name == "sums" and address == tensors["dq"].data_ptr() else name
+                if of in places:
+                    own.append((name, places[of], address - tensors[of].data_ptr()))
                     continue
                 tensor = next(t for t in launch.keep if 0 <= address - t.data_ptr() < t.nbytes)
                 if tensor.data_ptr() not in begins:

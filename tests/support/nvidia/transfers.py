@@ -9,7 +9,7 @@ from .operations import define, operation
 from .warps import BITS, F32, I32, I64, LANES, POISON, U32, U64, Array, Warps, bits_of
 
 _SIZES = {"U8": 1, "U16": 2, "S16": 2, "32": 4, "64": 8, "128": 16}
-_HINTS = "E U LU SYS GPU STRONG CONSTANT CI CV WT"  # which memory, and which caches
+_HINTS = "CG E U LU SYS GPU STRONG CONSTANT CI CV WT"  # which memory, and which caches
 _OPTIONS = f"{' '.join(_SIZES)} {_HINTS}"
 
 

@@ -93,7 +93,7 @@ def test_a_gradient_kernel_that_cannot_be_launched_leaves_training_to_the_next_r
     second = asked["cuLaunchKernel"] + 2
     card.driver.faults["cuLaunchKernel"] = lambda: 701 if asked["cuLaunchKernel"] == second else 0
     _check_gradients(sdpa(*leaves, **WINDOW), leaves)
-    assert "cuLaunchKernel" in card._refused[Variant("grad_query", 32, "float32", padded=True)][0]
+    assert "cuLaunchKernel" in card._refused[Variant("grad_all", 32, "float32", padded=True)][0]
     assert _route(_inputs()) == "fused"
 
 
@@ -107,7 +107,7 @@ def test_a_backward_pass_that_is_refused_is_made_by_tiles(card: CardKernels, com
         return sdpa(*tensors, bias, **WINDOW)
 
     out = (torch.compile(attend, backend="aot_eager") if compiled else attend)(*leaves)
-    assert len(card._checked) == 3
+    assert len(card._checked) == 2
     card.driver.faults["cuLaunchKernel"] = 701
     _check_gradients(out, leaves, bias)
     card.driver.faults["cuLaunchKernel"] = 700
