@@ -178,7 +178,8 @@ def test_the_first_call_may_be_made_in_any_mode(kernels: CardKernels, mode: str,
     tolerance = 5e-2 if mode == "autocast" else 1e-5
     expected = reference_sdpa(*(t.detach() for t in leaves))[0]
     torch.testing.assert_close(out.detach().float(), expected, atol=tolerance, rtol=tolerance)
-    assert len(kernels._checked) == (3 if requires_grad else 1)
+    assert len(kernels._checked) == 1 + len(_gradients_of(kernels))
+    assert bool(_gradients_of(kernels)) == requires_grad
 
 
 def test_no_thread_is_left_and_an_error_of_the_check_is_a_reason(kernels: CardKernels) -> None:
