@@ -1,18 +1,21 @@
 """All gradients in one kernel of five products, emulated on a CPU, against the definition in float64."""
 
+import functools
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, Emulated, at_once, backward, check_gradients, forward, sized
-from attn_support.fused.emulation import emulate
+from attn_support.fused.emulation import RACES, Deadlock, LeftOut, Race, each_left_out, emulate
 from attn_support.fused.packed import definitions, ends_of
 from attn_support.oracle import assert_gradients_close, gradients
 from attn_support.randomness import some
 from attn_support.table import Case
 
 from pascal_attn_core.call import check_call
+from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.backward import backward_launches
 from pascal_attn_core.fused.launch.forward import forward_launches
@@ -80,6 +83,40 @@ def test_the_order_of_blocks_changes_no_bit() -> None:
 
     forwards, other = backward(result, grad_out), backward(result, grad_out, run=backwards)
     assert all(torch.equal(a, b) for a, b in zip(forwards, other))
+
+
+# What hands the sums of a tile of queries on from one block to the next.
+_HANDS_ON = re.compile(r"(?<=    )__threadfence\(\);|(?:if \(t\.tid == 0\) )?(?:wait_for|pass)_turn\(turn, own\);")
+
+
+@functools.cache
+def _with_an_empty_tile() -> tuple[Emulated, torch.Tensor]:
+    """Of its three tiles of keys the first query tile does not see the second one."""
+    query, key, value = (torch.randn(1, 1, n, 64) for n in (70, 192, 192))
+    mask = torch.ones(70, 192, dtype=torch.bool)
+    mask[:64, 64:128] = False
+    return at_once(forward([query, key, value, mask], {})), torch.randn(1, 1, 70, 64)
+
+
+def _is_noticed(text: str | LeftOut, seeds: Iterable[int]) -> bool:
+    result, grad_out = _with_an_empty_tile()
+    try:
+        for seed in seeds:
+            how = {"seed": seed, "mutated": {"grad_all": text}, "flags": RACES}
+            backward(result, grad_out, run=lambda launches, how=how: emulate(launches, **how))
+    except (Race, Deadlock):
+        return True
+    return False
+
+
+def test_blocks_add_one_after_the_other_and_none_waits_for_ever() -> None:
+    """By PTX's memory model, whatever has happened here."""
+    text = source("grad_all").replace("volatile T*", "T*")  # those of results are no counters
+    assert not _is_noticed(text, range(3))
+    mutants = list(each_left_out(text, _HANDS_ON.finditer(text)))
+    assert len(mutants) == 6
+    for mutant, line in mutants:
+        assert _is_noticed(mutant, range(1, 17)), line
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)

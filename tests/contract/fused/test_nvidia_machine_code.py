@@ -20,11 +20,12 @@ import pytest
 from attn_support.fused.executed import CodeOf, largest_error, limit, result
 from attn_support.nvidia.code import NVDISASM, WANTED, Instruction, MachineKernel, Operand, instruction
 from attn_support.nvidia.operations import operation_of
-from attn_support.randomness import at_night, some
+from attn_support.randomness import at_night, seeds, some, times
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.source import Variant, source
+from pascal_attn_core.fused.code.source import MASKS, Variant, source
+from pascal_attn_core.fused.geometry.plain import GRAD_ALL_HEAD_DIMS
 from pascal_attn_core.fused.gpu.nvrtc import Compiled
 
 pytestmark = pytest.mark.skipif(NVDISASM is None, reason=WANTED)
@@ -54,6 +55,19 @@ def test_what_ships_is_right(job: tuple[int, Compilation]) -> None:
 def test_warps_may_run_ahead_of_others_behind_a_barrier(job: tuple[int, Compilation], seed: int) -> None:
     arch, variant = job
     assert largest_error(variant, functools.partial(_code, arch), scatter=seed) <= limit(variant), _named(job)
+
+
+_AT_ONCE = list(itertools.product((50, 60, 61, 70, 75), GRAD_ALL_HEAD_DIMS, ("float32", "float16"), MASKS))
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "dtype", "mask"), random.Random(seeds(1)[0]).sample(_AT_ONCE, times(1)), ids=str
+)
+def test_gradients_that_are_compiled_at_first_use_are_right(arch: int, head_dim: int, dtype: str, mask: str) -> None:
+    """Blocks wait for each other here, as in no kernel that ships."""
+    variant = Variant("grad_all", head_dim, dtype, mask)
+    found = result(variant, lambda _: tool.compiled(variant, arch).cubin)
+    assert found.is_right, found
 
 
 def test_a_pack_is_only_written_when_all_that_is_new_in_it_was_executed_and_was_right(

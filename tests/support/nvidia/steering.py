@@ -237,7 +237,8 @@ def part_of(cohort: Cohort, place: int, lanes: Array, stack: Stack) -> list[Coho
     return [Cohort(place, cohort.index[has_any], None if lanes.all() else lanes, stack)]
 
 
-@operation("NOP", "DEPBAR", "MEMBAR", "ERRBAR", "CCTL", "YIELD", options="LE SC CTA GPU SYS ALL IVALL GL IVALLD E D1 D0")
+@operation("NOP", "DEPBAR", "ERRBAR", "CCTL", "YIELD", options="LE SC CTA GPU SYS ALL IVALL E D1 D0")
+@operation("MEMBAR", options="SC CTA GL GPU SYS ALL IVALL IVALLD")
 def _nothing(m: Flow, i: Instruction) -> None:
     pass
 
