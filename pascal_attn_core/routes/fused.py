@@ -14,7 +14,7 @@ from ..config import AttentionConfig, RouteUnavailable
 from ..fused.code.source import Variant
 from ..fused.geometry.amd import has_dots
 from ..fused.launch import int8_definition
-from ..fused.launch.backward import backward_launches
+from ..fused.launch.backward import backward_launches, sums_bytes
 from ..fused.launch.fields import rows_are_readable, steps
 from ..fused.launch.forward import forward_launches
 from ..fused.launch.int8 import int8_launches
@@ -292,7 +292,8 @@ def find_plan(
         exceeds = budget_bytes is not None and plan.tail.part_bytes(call) > budget_bytes
         if exceeds or kernels.reasons((plan.tail.variant,)):
             plan = plan._replace(tail=None)
-    if plan.is_all_at_once and kernels.reasons(plan.gradients):
+    most = Request(call, config).budget_bytes if budget_bytes is None else budget_bytes
+    if plan.is_all_at_once and (sums_bytes(call) > most or kernels.reasons(plan.gradients)):
         plan = plan_call(call, info.num_sms, info.capability, **asked, all_at_once=False)
     reasons = kernels.reasons(plan.variants)
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:

@@ -144,8 +144,9 @@ def test_the_forward_pass_takes_no_memory_but_its_output() -> None:
     assert peak.peak_bytes - out.numel() * out.element_size() <= 1 << 20
 
 
-def test_gradients_are_the_same_bits_every_time() -> None:
-    leaves = [t.requires_grad_() for t in _large(torch.float16)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_are_the_same_bits_every_time(dtype: torch.dtype) -> None:
+    leaves = [t.requires_grad_() for t in _large(dtype)]
     grads = [torch.autograd.grad(_grouped(*leaves).float().sum(), leaves) for _ in range(3)]
     assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
 

@@ -147,7 +147,6 @@ TABLE = {
         (*_BACKWARD, "query_sums.cuh", "delta.cuh", "grad_key_value.cu"),
         {"PA_ALL": 1},
         ("pa_grad_all", "pa_delta_all", "pa_round_query"),
-        below=(8, 0),
     ),
     "int8": Kind(
         (*_INT8_LINEAR_FILES[:3], "band.cuh", "lanes.cuh", "int8_pack.cuh", "mask_bits.cuh", "int8_attention.cu"),

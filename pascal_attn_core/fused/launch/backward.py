@@ -129,6 +129,12 @@ def _launches_at_once(
     return launches if is_float32 else [*launches, Launch(variant, "pa_round_query", delta_grid, 128, params, keep)]
 
 
+def sums_bytes(call: AttentionCall) -> int:
+    """Memory that the kernel of all gradients takes for the sums of that of query: none in float32, see above."""
+    wide = call.query.dtype == torch.float32
+    return 0 if wide else 4 * call.batch_size * call.num_heads * call.seq_len_q * call.head_dim
+
+
 Grid = tuple[int, int, int]
 _KEYS_OF_BLOCK = 256  # the most of any geometry
 

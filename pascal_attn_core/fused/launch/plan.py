@@ -147,7 +147,7 @@ def plan_call(
     gradients: tuple[Variant, ...] = plain_gradients(call, arch) if for_grad else ()
     ranges = (1, 1) if packed else _gradient_ranges(call, gradients, num_sms, capability)
     at_once = variant_of(call, "grad_all", arch)
-    if for_grad and all_at_once and at_once.exists and capability is not None and at_once.runs_on(capability):
+    if for_grad and all_at_once and at_once.exists:
         places = num_sms * resident_blocks(at_once, capability)
         if is_faster_at_once(Shape.of(call, packed), at_once.geometry, places, ranges):
             gradients, ranges = (at_once,), (1, 1)

@@ -72,7 +72,7 @@ def test_the_gradients_take_the_plan_of_the_forward_pass(
         (CARD, {"dtype": torch.float16}, [*ONE, "pa_round_query"]),
         (CARD, {"tokens": 4096, "keys": 77}, TWO),
         (CARD, {"dim": 256}, TWO),
-        (replace(CARD, capability=(8, 6)), {}, TWO),
+        (replace(CARD, capability=(8, 6)), {}, ONE),
         (RADEON_VII, {}, TWO),
     ],
     ids=["float16", "few keys", "head_dim 256", "compute capability 8.6", "AMD"],
@@ -95,11 +95,15 @@ def test_packed_sequences_take_one_kernel_too(kernels: EmulatedKernels) -> None:
 
 
 def test_memory_is_that_of_the_sums(kernels: EmulatedKernels) -> None:
-    """A gradient of query in float32 holds them itself."""
+    """A gradient of query in float32 holds them itself; else they must fit the budget."""
     for dtype in (torch.float32, torch.bfloat16):
         _backward(kernels, *_leaves(dtype=dtype))
         launch = next(launch for launch in reversed(kernels.queued) if launch.function == "pa_grad_all")
         assert (launch.params.sums == launch.params.dq) == (dtype == torch.float32)
+    size = 4 * HEADS * 600 * 64 / 2**20
+    for budget, functions in ((size, [*ONE, "pa_round_query"]), (size - 0.01, TWO)):
+        config = replace(FUSED, budget_mib=budget)
+        assert _backward(kernels, *_leaves(dtype=torch.float16), config=config) == functions
 
 
 def _time(shape: Shape, places: int) -> float:
