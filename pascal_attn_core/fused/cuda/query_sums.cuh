@@ -130,10 +130,10 @@ INLINE void add_to_queries(const AllGradients& p, const float (&dS)[RM][CN], int
     __syncthreads();  // dS and Q of the product for dK have been consumed
     product_queries(dQ, dS, keys, rows, p.dim, sm, anew(t));
     if (t.tid == 0) wait_for_turn(turn, own);
-    __syncthreads();
+    __syncthreads();  // its turn has come
     float* const sums = p.sums + sequence_at(p.cu_q, b, p.sums_b, p.sums_s) + h * p.sums_h + col0 * p.sums_s;
     add_queries(sums, p.sums_s, dQ, p.scale, cols, p.dim, anew(t));
-    __syncthreads();  // the sums are there
+    __syncthreads();  // its sums are there
     if (t.tid == 0) pass_turn(turn, own);
 }
 

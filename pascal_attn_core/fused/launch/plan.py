@@ -418,12 +418,12 @@ def is_faster_at_once(shape: Shape, geometry: AnyGeometry, places: int, ranges: 
 
 
 def _evenly(shape: Shape, geometry: AnyGeometry, places: int) -> float:
-    """The tiles of each place, where all have as many."""
+    """Return the tiles of each place, where all have as many."""
     return shape.batch * shape.heads * sum(key_tiles(shape, geometry)) / places
 
 
 def _rounds(shape: Shape, geometry: AnyGeometry, places: int, groups: int = 1) -> float:
-    """Those of the place that has most; each tile of rows meets so many ``groups`` of columns."""
+    """Return the tiles of the place that has most; each tile of rows meets so many ``groups`` of columns."""
     sizes, heads = key_tiles(shape, geometry), shape.batch * shape.heads
     if min(sizes) == max(sizes):
         return -(-heads * len(sizes) // places) * groups * sizes[0]

@@ -86,12 +86,15 @@ def test_the_order_of_blocks_changes_no_bit() -> None:
 
 
 # What hands the sums of a tile of queries on from one block to the next.
-_HANDS_ON = re.compile(r"(?<=    )__threadfence\(\);|(?:if \(t\.tid == 0\) )?(?:wait_for|pass)_turn\(turn, own\);")
+_HANDS_ON = re.compile(
+    r"(?<=    )__threadfence\(\);|(?:if \(t\.tid == 0\) )?(?:wait_for|pass)_turn\(turn, own\);"
+    r"|__syncthreads\(\);(?=  // its (?:turn has come|sums are there))"
+)
 
 
 @functools.cache
 def _with_an_empty_tile() -> tuple[Emulated, torch.Tensor]:
-    """Of its three tiles of keys the first query tile does not see the second one."""
+    """Return a call of three tiles of keys whose first query tile does not see the second one."""
     query, key, value = (torch.randn(1, 1, n, 64) for n in (70, 192, 192))
     mask = torch.ones(70, 192, dtype=torch.bool)
     mask[:64, 64:128] = False
@@ -114,7 +117,7 @@ def test_blocks_add_one_after_the_other_and_none_waits_for_ever() -> None:
     text = source("grad_all").replace("volatile T*", "T*")  # those of results are no counters
     assert not _is_noticed(text, range(3))
     mutants = list(each_left_out(text, _HANDS_ON.finditer(text)))
-    assert len(mutants) == 6
+    assert len(mutants) == 8
     for mutant, line in mutants:
         assert _is_noticed(mutant, range(1, 17)), line
 

@@ -107,8 +107,8 @@ def test_memory_is_that_of_the_sums(kernels: EmulatedKernels) -> None:
 
 
 def _time(shape: Shape, places: int) -> float:
-    """Of the kernel for all gradients, in tiles of a product, when blocks begin in the order of their tickets, each as
-    soon as there is room, and wait as ``query_sums.cuh`` says."""
+    """Return the time of the kernel for all gradients, in tiles of a product: blocks begin in the order of their
+    numbers, each as soon as there is room, and wait as ``query_sums.cuh`` says."""
     high = shape.band[1] if shape.band else shape.tokens
     low = shape.band[0] if shape.band else -shape.keys
     free, ended = [0.0] * places, {}
