@@ -102,26 +102,40 @@ INLINE u32 number_of_block(u32* begun, float* sm, const Lane& t) {
     return float_to_bits(sm[0]);  // a barrier stands before what products stage
 }
 
+// The turns of the queries from col0 on, and which is that of the keys from row0 on: how many tiles of keys see these
+// queries before.
+struct Turn {
+    volatile u32* at;
+    u32 own;
+};
+
+INLINE Turn turn_of(const AllGradients& p, int b, int h, int row0, int col0) {
+    Turn turn;
+    turn.at = p.turns + sequence_at(p.cu_q, b, p.lb, 1) + h * p.lh + col0;
+    turn.own = row0 / PA_BR - max_int(0, col0 + sequence_of(p, b).band.low) / PA_BR;
+    return turn;
+}
+
 // One thread waits, and passes the turn on, for its block. By PTX's memory model ("Memory Consistency Model") a fence
 // speaks for what barriers before it have told its thread, and for what the thread itself has read: behind the next
 // barrier the block sees the sums.
-INLINE void wait_for_turn(volatile u32* turn, u32 own) {
+INLINE void wait_for_turn(Turn turn) {
 #ifdef PA_CPU_EMU
-    emu_wait(turn, own);
+    emu_wait(turn.at, turn.own);
 #else
-    while (*turn != own) {}
+    while (*turn.at != turn.own) {}
 #endif
     __threadfence();
 }
 
-INLINE void pass_turn(volatile u32* turn, u32 own) {
+INLINE void pass_turn(Turn turn) {
     __threadfence();
-    *turn = own + 1;
+    *turn.at = turn.own + 1;
 }
 
 // What the keys of the tile from row0 on give to dQ of the queries from col0 on: `rows` and `cols` are how many there are.
 INLINE void add_to_queries(const AllGradients& p, const float (&dS)[RM][CN], int b, int h, int hk, int row0, int rows,
-                           int col0, int cols, volatile u32* turn, u32 own, float* sm, const Lane& t) {
+                           int col0, int cols, float* sm, const Lane& t) {
     float dQ[QN][DN];
     FOR(i, QN) FOR(j, DN) dQ[i][j] = 0.f;
     // Rows behind the last key hold that key's dS, or zeros where its probability is; of K they read zeros.
@@ -129,12 +143,12 @@ INLINE void add_to_queries(const AllGradients& p, const float (&dS)[RM][CN], int
     Moving keys = moving_rows(first_key, p.ks, p.dim, anew(t));
     __syncthreads();  // dS and Q of the product for dK have been consumed
     product_queries(dQ, dS, keys, rows, p.dim, sm, anew(t));
-    if (t.tid == 0) wait_for_turn(turn, own);
+    if (t.tid == 0) wait_for_turn(turn_of(p, b, h, row0, col0));
     __syncthreads();  // its turn has come
     float* const sums = p.sums + sequence_at(p.cu_q, b, p.sums_b, p.sums_s) + h * p.sums_h + col0 * p.sums_s;
     add_queries(sums, p.sums_s, dQ, p.scale, cols, p.dim, anew(t));
     __syncthreads();  // its sums are there
-    if (t.tid == 0) pass_turn(turn, own);
+    if (t.tid == 0) pass_turn(turn_of(p, b, h, row0, col0));
 }
 
 // The finished sums of dQ in its own dtype: one warp per query row.

@@ -87,7 +87,7 @@ def test_the_order_of_blocks_changes_no_bit() -> None:
 
 # What hands the sums of a tile of queries on from one block to the next.
 _HANDS_ON = re.compile(
-    r"(?<=    )__threadfence\(\);|(?:if \(t\.tid == 0\) )?(?:wait_for|pass)_turn\(turn, own\);"
+    r"(?<=    )__threadfence\(\);|(?:if \(t\.tid == 0\) )?(?:wait_for|pass)_turn\(turn_of[^;]*;"
     r"|__syncthreads\(\);(?=  // its (?:turn has come|sums are there))"
 )
 
