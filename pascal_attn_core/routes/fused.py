@@ -151,9 +151,8 @@ class FusedRoute(Route):
         """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, of each
         range where the plan has several, and a copy of grad_out if its rows cannot be read as they lie. If one kernel
         computes all gradients, a fourth number per query row, and the float32 sums of a gradient of query in 16 bits,
-        come to that. If a kernel cannot be
-        launched any more, the route ``tiled`` goes back from the same results, unless the call holds several
-        sequences."""
+        come to that. If a kernel cannot be launched any more, the route ``tiled`` goes back from the same results,
+        unless the call holds several sequences."""
         if plan.band_rows:
             return self._backward_in_bands(call, config, plan, saved, wanted)
         try:

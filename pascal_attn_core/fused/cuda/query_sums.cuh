@@ -8,13 +8,14 @@
 // heads first: a block waits only for such as have begun before it, so that one of them always goes on, whichever blocks
 // a device holds at a time.
 
-#define QN (PA_BC / PA_TY)               // queries of O per thread
-#define PART_KEYS (PA_BR / PA_PSPLIT)    // keys of dS in shared memory at a time
+#define QN (PA_BC / PA_TY)             // queries of O per thread
+#define PART_KEYS (PA_BR / PA_PSPLIT)  // keys of dS in shared memory at a time
 #define QUERY(i) (t.ty * 4 + ((i) & 3) + ((i) >> 2) * 4 * PA_TY)
 
 #if (QN % 4) || (RM / PA_PSPLIT % 4) || (PART_KEYS % PA_VC) || (PA_VC % 8) || (PA_TX % 8) || (PA_TY % 8)
 #error "unsupported geometry of the product for dQ"
 #endif
+
 // dS[key][query] with the groups of four queries xor-ed with this: spreads the float4 stores of lanes that hold
 // neighbouring groups of keys over all banks.
 #define KEY_SWIZZLE(key_group) (((key_group) & 1) << 2)

@@ -404,30 +404,26 @@ def num_ranges(shape: Shape, variant: Variant, places: int, num_sms: int) -> int
     return ranges if fits and ranges >= 2 * shape.batch else 1
 
 
+@functools.lru_cache(maxsize=1024)
 def is_faster_at_once(shape: Shape, geometry: AnyGeometry, places: int, ranges: tuple[int, int]) -> bool:
     """Whether the kernel of five products is faster than those of three and four, for which the columns are cut into
     ``ranges``. places: blocks that the device holds at a time."""
     of_keys = shape.transposed
+    by_query, by_key = _tiles(shape, geometry, places), _tiles(of_keys, geometry, places, shape.groups)
     waits = min(-(-of_keys.tokens // geometry.rows), places / (of_keys.batch * of_keys.heads))
     # In a window each tile of keys begins behind the one before.
-    at_once = max(_rounds(of_keys, geometry, places, shape.groups), -(-shape.tokens // geometry.cols))
-    at_once += _HANDED_ON * waits
-    of_query = _rounds(shape, geometry, places) if ranges[0] == 1 else _evenly(shape, geometry, places)
-    of_key = _rounds(of_keys, geometry, places, shape.groups) if ranges[1] == 1 else _evenly(shape, geometry, places)
-    return 5 * at_once < 0.95 * (3 * of_query + 4 * of_key)
+    at_once = max(by_key[1], -(-shape.tokens // geometry.cols)) + _HANDED_ON * waits
+    return 5 * at_once < 0.95 * (3 * by_query[ranges[0] == 1] + 4 * by_key[ranges[1] == 1])
 
 
-def _evenly(shape: Shape, geometry: AnyGeometry, places: int) -> float:
-    """Return the tiles of each place, where all have as many."""
-    return shape.batch * shape.heads * sum(key_tiles(shape, geometry)) / places
-
-
-def _rounds(shape: Shape, geometry: AnyGeometry, places: int, groups: int = 1) -> float:
-    """Return the tiles of the place that has most; each tile of rows meets so many ``groups`` of columns."""
+def _tiles(shape: Shape, geometry: AnyGeometry, places: int, groups: int = 1) -> tuple[float, float]:
+    """Return the tiles of a place where all have as many, and of the one that has most in a launch of whole blocks;
+    each tile of rows meets so many ``groups`` of columns."""
     sizes, heads = key_tiles(shape, geometry), shape.batch * shape.heads
+    evenly = groups * heads * sum(sizes) / places
     if min(sizes) == max(sizes):
-        return -(-heads * len(sizes) // places) * groups * sizes[0]
-    return max(groups * _evenly(shape, geometry, places), groups * max(sizes))
+        return evenly, -(-heads * len(sizes) // places) * groups * sizes[0]
+    return evenly, max(evenly, groups * max(sizes))
 
 
 def _keys_met(shape: Shape, geometry: AnyGeometry, group: int) -> tuple[int, ...]:
