@@ -2,7 +2,7 @@
 //   P  = exp(scores - lse)                 dV = P^T dO
 //   dS = P * (dO V^T - delta)              dQ = dS K * scale,  dK = dS^T Q * scale
 //   delta = rowsum(dO * O) - dlse
-// (Dao et al., "FlashAttention", 2022, appendix B.) Every gradient is summed by one block in a fixed order.
+// (Dao et al., "FlashAttention", 2022, appendix B.) Every gradient is summed in a fixed order.
 
 struct Backward {
     const T* q; const T* k; const T* v; const T* o; const T* g;  // g: gradient of the output
