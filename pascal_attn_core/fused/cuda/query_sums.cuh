@@ -90,7 +90,7 @@ INLINE void add_queries(float* out, i64 stride, const float (&O)[QN][DN], float 
 }
 
 struct AllGradients : Backward {
-    float* sums;  // [B, Hq, Lq, D] of dQ, rows of 16 bytes each: dQ itself where that is such float32
+    float* sums;  // [B, Hq, Lq, D] of dQ, rows of whole float4: dQ itself where that is float32
     i64 sums_b, sums_h, sums_s;
     u32* turns;  // [B, Hq, Lq], of a tile of queries the number at its first one
     u32* begun;  // how many blocks have

@@ -61,6 +61,8 @@ class Repeat(NamedTuple):
         made."""
         tensors: dict[str, Any] = dict(zip(_FIELDS, (*given, *results)))
         places = {name: place for place, name in enumerate(tensors)}
+        # Another field may name a result, as the sums of a gradient do that are kept in itself.
+        at_results = {t.data_ptr(): name for name, t in zip(_FIELDS[len(given) :], results) if t is not None}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
         before: Any = None
         moves: list[Moves | None] = []
@@ -68,8 +70,7 @@ class Repeat(NamedTuple):
         for launch, *_ in loaded:
             own = []
             for name, address in addresses(launch.params):
-                # The sums of a gradient may be kept in itself.
-                of = "dq" if name == "sums" and address == tensors["dq"].data_ptr() else name
+                of = name if name in places else at_results.get(address, name)
                 if of in places:
                     own.append((name, places[of], address - tensors[of].data_ptr()))
                     continue

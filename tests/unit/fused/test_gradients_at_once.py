@@ -50,7 +50,7 @@ def _backward(kernels: EmulatedKernels, *leaves: Tensor, config: AttentionConfig
 def test_the_gradients_take_the_plan_of_the_forward_pass(
     kernels: EmulatedKernels, is_compiled: bool, config: AttentionConfig | None, heads: int
 ) -> None:
-    """Two heads are too few: each tile of keys would wait for the one before."""
+    """Two heads are too few to fill the card: ranges are faster."""
     leaves = _leaves(heads)
 
     def attend(*tensors: Tensor) -> Tensor:
